@@ -1,0 +1,1 @@
+"""Checkpoint formats: names and files, never math."""

@@ -1,0 +1,1 @@
+"""Layers: one concept per file, its cache class beside it."""

@@ -1,0 +1,1 @@
+"""Pure functions of arrays: no modules, configs, caches or PRNG keys."""

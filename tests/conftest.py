@@ -1,0 +1,30 @@
+"""Shared test set-up: run-time shape checks, several CPU devices, strict promotion, seeded randomness."""
+
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.random as jr
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_default_matmul_precision", "highest")
+
+hook = install_import_hook("kimi_zoo", "beartype.beartype")
+hook.install()  # stays for the whole run: every module of the package is imported through it
+
+
+@pytest.fixture
+def getkey():
+    """Returns a function giving a fresh PRNG key at each call; the sequence is the same in every run."""
+    key = jr.PRNGKey(5678)
+
+    def next_key():
+        nonlocal key
+        key, sub = jr.split(key)
+        return sub
+
+    return next_key

@@ -1,0 +1,48 @@
+"""Linear maps and token embeddings, stored as published checkpoints store them: `[out, in]`."""
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+
+class Linear(eqx.Module):
+    """`weight @ x + bias` over the last axis."""
+
+    weight: Float[Array, "out_features in_features"]
+    bias: Float[Array, " out_features"] | None
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, std: float | None = None, key: PRNGKeyArray
+    ):
+        """**Arguments:**
+
+        - `std`: standard deviation of the normal the weight is drawn from; `in_features ** -0.5` by default.
+        - `bias`: whether there is one; it starts at 0.
+        """
+        std = in_features**-0.5 if std is None else std
+        self.weight = std * jr.normal(key, (out_features, in_features))
+        self.bias = jnp.zeros(out_features) if bias else None
+
+    def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
+        """Computed in the dtype of `x`."""
+        y = jnp.einsum("...i,oi->...o", x, self.weight.astype(x.dtype))
+        return y if self.bias is None else y + self.bias.astype(x.dtype)
+
+
+class Embedding(eqx.Module):
+    """A table of token vectors; also the output head of a model that ties the two."""
+
+    weight: Float[Array, "vocab_size hidden_size"]
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, std: float, key: PRNGKeyArray):
+        """Rows are drawn from a normal of standard deviation `std`."""
+        self.weight = std * jr.normal(key, (vocab_size, hidden_size))
+
+    def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch hidden_size"]:
+        """The row of each token."""
+        return self.weight[tokens]
+
+    def attend(self, x: Float[Array, "*batch hidden_size"]) -> Float[Array, "*batch vocab_size"]:
+        """Scores of every token for the vectors `x`: the tied output head."""
+        return jnp.einsum("...h,vh->...v", x, self.weight.astype(x.dtype))

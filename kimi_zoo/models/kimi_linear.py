@@ -1,0 +1,428 @@
+"""Kimi Linear: blocks of Kimi Delta Attention or latent attention, each followed by a dense or a mixture-of-experts block.
+
+**Source:** Kimi Linear: An Expressive, Efficient Attention Architecture (arXiv:2510.26692).
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+from jaxtyping import Array, Bool, Float, Int, Int32, PRNGKeyArray
+
+from kimi_zoo.layers.kda import KDACache, KimiDeltaAttention, check_lower_bound
+from kimi_zoo.layers.linear import Embedding, Linear
+from kimi_zoo.layers.mla import MLACache, MultiHeadLatentAttention
+from kimi_zoo.layers.mlp import MLP
+from kimi_zoo.layers.moe import Experts, MoE, Router
+from kimi_zoo.layers.norm import RMSNorm
+from kimi_zoo.layers.stack import LayerStack, stack_layers
+from kimi_zoo.ops.packing import segment_positions
+
+KIMI_LINEAR_48B_LAYERS = tuple("mla" if layer in (4, 8, 12, 16, 20, 24, 27) else "kda" for layer in range(1, 28))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KimiLinearConfig:
+    """Sizes and choices of a Kimi Linear model, named as in published `config.json` files.
+
+    The defaults are those of Kimi-Linear-48B-A3B. `layer_kinds` gives `"kda"` or `"mla"` per layer, `mlp_kinds` `"dense"` or
+    `"moe"`; published files say the same as lists of layer numbers (see `kimi_zoo.checkpoints.configs`).
+    """
+
+    vocab_size: int = 163840
+    hidden_size: int = 2304
+    layer_kinds: tuple[Literal["kda", "mla"], ...] = KIMI_LINEAR_48B_LAYERS
+    mlp_kinds: tuple[Literal["dense", "moe"], ...] = ("dense",) + ("moe",) * 26
+    intermediate_size: int = 9216
+    rms_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+
+    linear_num_heads: int = 32
+    linear_head_dim: int = 128
+    linear_conv_kernel_dim: int = 4
+    kda_decay_gate: Literal["direct", "low_rank"] = "low_rank"
+    kda_output_gate: Literal["direct", "low_rank"] = "low_rank"
+    kda_safe_gate: bool = False
+    kda_lower_bound: float | None = None
+
+    num_attention_heads: int = 32
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    mla_output_gate: Literal["head_wise", "element_wise"] | None = None
+
+    num_experts: int = 256
+    num_experts_per_token: int = 8
+    moe_intermediate_size: int = 1024
+    num_shared_experts: int = 1
+    moe_router_activation_func: Literal["sigmoid", "softmax"] = "sigmoid"
+    moe_renormalize: bool = True
+    num_expert_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 2.446
+    expert_swiglu_limit_list: tuple[float | None, ...] | None = None
+    share_expert_swiglu_limit_list: tuple[float | None, ...] | None = None
+
+    model_max_length: int = 1048576
+    bos_token_id: int | None = 163584
+    eos_token_id: int | tuple[int, ...] | None = 163586
+    pad_token_id: int | None = 163839
+
+    def __post_init__(self):
+        """**Raises:** `ValueError` that lists every choice which makes no model."""
+        problems = list(_config_problems(self))
+        if problems:
+            raise ValueError("This configuration makes no model:\n- " + "\n- ".join(problems))
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Number of blocks."""
+        return len(self.layer_kinds)
+
+
+def _config_problems(config: KimiLinearConfig) -> Iterator[str]:
+    """Yields what is wrong with a configuration, a sentence each."""
+    layers = config.num_hidden_layers
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type == "int" or field.type is int:
+            low = (
+                0
+                if field.name in ("linear_conv_kernel_dim", "num_shared_experts", "qk_rope_head_dim", "num_experts")
+                else 1
+            )
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                yield f"`{field.name}` must be a whole number of at least {low}; got {value!r}."
+    if layers == 0:
+        yield "`layer_kinds` names no layer."
+    for name, known in (("layer_kinds", ("kda", "mla")), ("mlp_kinds", ("dense", "moe"))):
+        wrong = sorted(set(getattr(config, name)) - set(known))
+        if wrong:
+            yield f"`{name}` may hold {known[0]!r} and {known[1]!r}; got {wrong}."
+    if len(config.mlp_kinds) != layers:
+        yield f"`mlp_kinds` must name one kind per layer, {layers}; got {len(config.mlp_kinds)}."
+    for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+        limits = getattr(config, name)
+        if limits is not None and len(limits) != layers:
+            yield f"`{name}` must hold one limit per layer, {layers}; got {len(limits)}."
+    if "moe" in config.mlp_kinds:
+        if config.moe_router_activation_func not in ("sigmoid", "softmax"):
+            yield f'`moe_router_activation_func` is "sigmoid" or "softmax"; got {config.moe_router_activation_func!r}.'
+        groups, kept, experts = config.num_expert_group, config.topk_group, config.num_experts
+        if experts < 1 or groups < 1 or experts % groups or kept > groups:
+            yield f"{experts} `num_experts` cannot form {groups} equal `num_expert_group` of which {kept} `topk_group` are kept."
+        elif config.num_experts_per_token > experts // groups * kept:
+            yield f"`num_experts_per_token` {config.num_experts_per_token} exceeds the {experts // groups * kept} experts to choose from."
+    try:
+        check_lower_bound(config.kda_safe_gate, config.kda_lower_bound)
+    except ValueError as error:
+        yield f"`kda_lower_bound`: {error}"
+
+
+KIMI_LINEAR_48B_A3B = KimiLinearConfig()
+
+
+class KimiBlock(eqx.Module):
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
+
+    input_norm: RMSNorm
+    mixer: KimiDeltaAttention | MultiHeadLatentAttention
+    post_norm: RMSNorm
+    mlp: MLP | MoE
+
+    def __init__(self, config: KimiLinearConfig, layer: int, *, key: PRNGKeyArray):
+        """The block at place `layer` (0-based) of a model."""
+        mixer_key, mlp_key = jr.split(key)
+        self.input_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mixer = _mixer(config, layer, key=mixer_key)
+        self.post_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = _mlp(config, layer, key=mlp_key)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq hidden_size"],
+        *,
+        positions: Int[Array, "batch seq"],
+        segment_ids: Int[Array, "batch seq"] | None = None,
+    ) -> Float[Array, "batch seq hidden_size"]:
+        """The residual stream after this block; see `KimiLinear.__call__` for the arguments."""
+        mixed = self.input_norm(x)
+        if isinstance(self.mixer, MultiHeadLatentAttention):
+            mixed = self.mixer(mixed, positions=positions, segment_ids=segment_ids)
+        else:
+            mixed = self.mixer(mixed, segment_ids=segment_ids)
+        x = x + mixed
+        return x + self.mlp(self.post_norm(x))
+
+    def init_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> KDACache | MLACache:
+        """What this block remembers, before the first token."""
+        if isinstance(self.mixer, MultiHeadLatentAttention):
+            return self.mixer.init_cache(batch, capacity, dtype)
+        return self.mixer.init_cache(batch, dtype)
+
+    def extend(
+        self,
+        x: Float[Array, "batch seq hidden_size"],
+        cache: KDACache | MLACache,
+        *,
+        lengths: Int[Array, " batch"],
+        positions: Int[Array, "batch seq"],
+        real: Bool[Array, "batch seq"],
+    ) -> tuple[Float[Array, "batch seq hidden_size"], KDACache | MLACache]:
+        """Continues behind `cache`. **Returns:** the residual stream, and the new `KDACache`, or the new tokens' latents."""
+        mixed = self.input_norm(x)
+        if isinstance(self.mixer, MultiHeadLatentAttention):
+            mixed, cache = self.mixer.attend(mixed, cache, lengths=lengths, positions=positions, real=real)
+        else:
+            mixed, cache = self.mixer.extend(mixed, cache, real=real)
+        x = x + mixed
+        return x + self.mlp(self.post_norm(x)), cache
+
+
+def _mixer(config: KimiLinearConfig, layer: int, *, key: PRNGKeyArray) -> KimiDeltaAttention | MultiHeadLatentAttention:
+    if config.layer_kinds[layer] == "mla":
+        return MultiHeadLatentAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            kv_lora_rank=config.kv_lora_rank,
+            qk_nope_head_dim=config.qk_nope_head_dim,
+            qk_rope_head_dim=config.qk_rope_head_dim,
+            v_head_dim=config.v_head_dim,
+            q_lora_rank=config.q_lora_rank,
+            output_gate=config.mla_output_gate,
+            std=config.initializer_range,
+            key=key,
+        )
+    return KimiDeltaAttention(
+        config.hidden_size,
+        config.linear_num_heads,
+        config.linear_head_dim,
+        conv_size=config.linear_conv_kernel_dim,
+        decay_gate=config.kda_decay_gate,
+        output_gate=config.kda_output_gate,
+        safe_gate=config.kda_safe_gate,
+        lower_bound=config.kda_lower_bound if config.kda_safe_gate else None,
+        norm_eps=config.rms_norm_eps,
+        std=config.initializer_range,
+        key=key,
+    )
+
+
+def _mlp(config: KimiLinearConfig, layer: int, *, key: PRNGKeyArray) -> MLP | MoE:
+    std = config.initializer_range
+    if config.mlp_kinds[layer] == "dense":
+        return MLP(config.hidden_size, config.intermediate_size, std=std, key=key)
+    limit = lambda limits: None if limits is None else limits[layer]
+    router_key, experts_key, shared_key = jr.split(key, 3)
+    router = Router(
+        config.hidden_size,
+        config.num_experts,
+        top_k=config.num_experts_per_token,
+        activation=config.moe_router_activation_func,
+        num_groups=config.num_expert_group,
+        top_groups=config.topk_group,
+        renormalize=config.moe_renormalize,
+        scale=config.routed_scaling_factor,
+        std=std,
+        key=router_key,
+    )
+    experts = Experts(config.hidden_size, config.moe_intermediate_size, config.num_experts, std=std, key=experts_key)
+    shared = None
+    if config.num_shared_experts:
+        inner = config.moe_intermediate_size * config.num_shared_experts
+        shared_limit = limit(config.share_expert_swiglu_limit_list)
+        shared = MLP(config.hidden_size, inner, limit=shared_limit, std=std, key=shared_key)
+    return MoE(router, experts, shared, limit=limit(config.expert_swiglu_limit_list))
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """How the checkpoint that a model came from writes what can be written in several ways, so that it is saved alike.
+
+    `spellings` holds, per row of the checkpoint table, which of its names and shapes was found (0, the usual one, is left
+    out). `source` is the folder, from which tokenizer files are carried over; `config` the text of its `config.json`.
+    """
+
+    root: str = ""
+    spellings: tuple[tuple[str, tuple[int, int]], ...] = ()
+    tied_head_stored: bool = False
+    source: str | None = None
+    config: str | None = None
+
+
+class KimiLinearCache(eqx.Module):
+    """What a model remembers of every row: one `KDACache` or `MLACache` per layer, and how many tokens each row has seen.
+
+    An ordinary pytree: save it with `equinox.tree_serialise_leaves`, restore it into `model.init_cache(batch, max_length)`.
+    """
+
+    layers: LayerStack
+    lengths: Int32[Array, " batch"]
+    max_length: int = eqx.field(static=True)
+
+    def rewind(self, lengths: Int[Array, " batch"]) -> "KimiLinearCache":
+        """The cache as it was when each row had seen `lengths` tokens: possible only where every layer keeps all tokens.
+
+        **Raises:** `ValueError` if a layer holds a recurrent state, which cannot go back: keep the cache of the earlier
+        moment (caches are immutable values), or prefill again.
+        """
+        if any(isinstance(layer, KDACache) for unit in self.layers.sections for layer in unit):
+            raise ValueError(
+                "This cache holds recurrent states, which cannot be taken back to an earlier token. Keep the cache "
+                "from before the tokens you want to drop, or prefill the shorter prompt again."
+            )
+        return eqx.tree_at(lambda cache: cache.lengths, self, jnp.minimum(lengths, self.lengths).astype(jnp.int32))
+
+
+class KimiLinear(eqx.Module):
+    """A Kimi Linear language model: tokens to next-token logits."""
+
+    embedding: Embedding
+    layers: LayerStack
+    norm: RMSNorm
+    head: Linear | None
+    config: KimiLinearConfig = eqx.field(static=True)
+    published: Published = eqx.field(static=True)
+
+    def __init__(self, config: KimiLinearConfig, *, key: PRNGKeyArray):
+        """Builds a model from scratch, in float32.
+
+        Projections, experts, embedding and head are drawn from a normal of standard deviation
+        `config.initializer_range`; norms start at 1; convolutions, `a_log` and `dt_bias` as `KimiDeltaAttention` says; the
+        router's balancing bias at 0.
+        """
+        embedding_key, head_key, layers_key = jr.split(key, 3)
+        std = config.initializer_range
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, std=std, key=embedding_key)
+        keys = jr.split(layers_key, config.num_hidden_layers)
+        self.layers = stack_layers([KimiBlock(config, layer, key=key) for layer, key in enumerate(keys)])
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        tied = config.tie_word_embeddings
+        self.head = None if tied else Linear(config.hidden_size, config.vocab_size, std=std, key=head_key)
+        self.config = config
+        self.published = Published()
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch seq"] | None = None,
+    ) -> Float[Array, "batch seq vocab_size"]:
+        """Next-token logits at every position.
+
+        **Arguments:**
+
+        - `segment_ids`: 1, 2, ... for the documents packed in a row, 0 for padding; `None` means one document per row. No
+            document sees another, in attention, convolution or recurrent state.
+        - `positions`: of the tokens in their documents; by default they restart with each.
+        """
+        return self.logits(self.hidden_states(tokens, segment_ids=segment_ids, positions=positions))
+
+    def hidden_states(
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        positions: Int[Array, "batch seq"] | None = None,
+    ) -> Float[Array, "batch seq hidden_size"]:
+        """As calling the model, but stops before the output head: what `logits` takes."""
+        _check_shape("segment_ids", segment_ids, tokens)
+        _check_shape("positions", positions, tokens)
+        if positions is None:
+            ids = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
+            positions = segment_positions(ids)
+        apply = lambda x, layer: (layer(x, positions=positions, segment_ids=segment_ids), None)
+        x, _ = self.layers.scan(apply, self.embedding(tokens))
+        return self.norm(x)
+
+    def logits(self, hidden: Float[Array, "*batch hidden_size"]) -> Float[Array, "*batch vocab_size"]:
+        """The output head on normalised hidden states."""
+        return self.embedding.attend(hidden) if self.head is None else self.head(hidden)
+
+    def init_cache(self, batch: int, max_length: int) -> KimiLinearCache:
+        """An empty cache for `batch` rows of at most `max_length` tokens.
+
+        Latents and convolution windows are kept in the dtype of the embedding, recurrent states in float32.
+        """
+        dtype = self.embedding.weight.dtype
+        layers = self.layers.map(lambda layer: layer.init_cache(batch, max_length, dtype))
+        return KimiLinearCache(layers, jnp.zeros(batch, jnp.int32), max_length)
+
+    def decode(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: KimiLinearCache,
+        *,
+        lengths: Int[Array, " batch"] | None = None,
+    ) -> tuple[Float[Array, "batch seq vocab_size"], KimiLinearCache]:
+        """Logits of tokens that continue the rows of `cache`, and the cache behind them.
+
+        For a prompt at once, a prompt in pieces of any length, or one token at a time.
+
+        **Arguments:** `lengths`: how many of the tokens of each row are real, from the left; 0 leaves a row as it is. What
+        follows them is padding, which changes nothing; its logits mean nothing.
+
+        **Raises:** an error if a row outgrows `cache.max_length` (at run time when lengths are traced).
+        """
+        hidden, cache = self.decode_hidden_states(tokens, cache, lengths=lengths)
+        over = jnp.any(cache.lengths > cache.max_length)
+        message = (
+            f"A row has outgrown its cache, made for {cache.max_length} tokens: make one with a larger `max_length`."
+        )
+        return self.logits(eqx.error_if(hidden, over, message)), cache
+
+    def decode_hidden_states(
+        self,
+        tokens: Int[Array, "batch seq"],
+        cache: KimiLinearCache,
+        *,
+        lengths: Int[Array, " batch"] | None = None,
+    ) -> tuple[Float[Array, "batch seq hidden_size"], KimiLinearCache]:
+        """As `decode`, but stops before the output head, and does not check `max_length`: tokens past it are forgotten."""
+        if tokens.shape[0] != cache.lengths.shape[0]:
+            raise ValueError(f"`tokens` has {tokens.shape[0]} rows, the cache was made for {cache.lengths.shape[0]}.")
+        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        lengths = jnp.full(tokens.shape[0], tokens.shape[1]) if lengths is None else lengths
+        real = places < lengths[:, None]
+        positions = cache.lengths[:, None] + places
+        extend = lambda x, layer, layer_cache: layer.extend(
+            x, layer_cache, lengths=cache.lengths, positions=positions, real=real
+        )
+        x, updates = self.layers.scan(extend, self.embedding(tokens), cache.layers)
+        layers = jax.tree.map(
+            lambda old, new: old.append(new, cache.lengths, real) if isinstance(old, MLACache) else new,
+            cache.layers,
+            updates,
+            is_leaf=lambda node: isinstance(node, MLACache | KDACache),
+        )
+        return self.norm(x), KimiLinearCache(layers, cache.lengths + lengths.astype(jnp.int32), cache.max_length)
+
+
+def replace_layer(model: KimiLinear, index: int, layer: object) -> KimiLinear:
+    """A model with another layer at place `index`; the model given is left as it is.
+
+    **Arguments:** `layer`: a block, or any module that is called like one, or a function from the present block to a new
+    one. A block of the same structure is written into its stack; another one splits the stack.
+
+    **Raises:** `IndexError` for a layer that does not exist; `TypeError` for something that is no layer.
+    """
+    if not isinstance(layer, eqx.Module) and callable(layer):
+        layer = layer(model.layers[index])
+    if not isinstance(layer, eqx.Module):
+        raise TypeError(
+            f"`layer` must be an equinox module, or a function that returns one; got {type(layer).__name__}."
+        )
+    return eqx.tree_at(lambda tree: tree.layers, model, model.layers.replace(index, layer), is_leaf=lambda x: x is None)
+
+
+def _check_shape(name: str, array: Array | None, tokens: Array) -> None:
+    if array is not None and array.shape != tokens.shape:
+        raise ValueError(f"`{name}` must have the shape of `tokens`, {tokens.shape}; got {array.shape}.")

@@ -1,0 +1,120 @@
+"""Short causal depthwise convolution with packed segments, padding and a decoding window."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def short_convolution(
+    x: Float[Array, "batch seq channels"],
+    weight: Float[Array, "channels width"],
+    bias: Float[Array, " channels"] | None = None,
+    *,
+    window: Float[Array, "batch tail channels"] | None = None,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    activation: str | None = "silu",
+) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch tail channels"]]:
+    """`y_t = act(bias + sum_j weight[:, width - 1 - j] * x_{t - j})`, the sum taken in float32.
+
+    The last tap multiplies the current token. Tokens before the row's first one are those of `window`, or zero.
+
+    **Arguments:**
+
+    - `window`: the `width - 1` raw inputs before `x`, oldest first, as returned by the call before.
+    - `segment_ids`: 1, 2, ... for packed documents, 0 for padding, anywhere in a row. A document sees only its own tokens, as
+        if padding were not there (`window` belongs to the row's first document); the output at padding is 0.
+    - `activation`: `"silu"` or `None`.
+
+    **Returns:** the output, in the dtype of `x`, and the window for the next call: the last `width - 1` real inputs of
+    the row's last document, zero-filled on the left.
+
+    **Raises:** `ValueError` for an unknown activation, a weight without taps, or a window of the wrong length.
+
+    **Source:** Kimi Linear (arXiv:2510.26692), section on the neural parameterisation of KDA.
+    """
+    channels, width = weight.shape
+    if activation not in ("silu", None):
+        raise ValueError(f'`activation` of a short convolution is "silu" or None; got {activation!r}.')
+    if width < 1:
+        raise ValueError(f"`weight` needs at least one tap: [channels, width >= 1]; got shape {weight.shape}.")
+    if window is not None and window.shape != (x.shape[0], width - 1, channels):
+        expected = (x.shape[0], width - 1, channels)
+        raise ValueError(f"`window` holds the width - 1 inputs before `x`: expected {expected}, got {window.shape}.")
+    if segment_ids is None:
+        inputs, next_window = _shifted(x, window, width)
+    else:
+        inputs, next_window = _segmented(x, window, width, segment_ids)
+    taps = weight.astype(jnp.float32)
+    y = sum(shifted.astype(jnp.float32) * taps[:, width - 1 - j] for j, shifted in enumerate(inputs))
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    if activation == "silu":
+        y = jax.nn.silu(y)
+    if segment_ids is not None:
+        y = jnp.where((segment_ids > 0)[..., None], y, 0.0)
+    return y.astype(x.dtype), next_window
+
+
+def _extend(x: Array, window: Array | None, width: int) -> Array:
+    if window is None:
+        window = jnp.zeros((x.shape[0], width - 1, x.shape[2]), x.dtype)
+    return jnp.concatenate([window.astype(x.dtype), x], axis=1)
+
+
+def _shifted(x: Array, window: Array | None, width: int) -> tuple[list[Array], Array]:
+    """The inputs `x_{t-j}` for `j = 0 .. width - 1`, and the next window, of rows that hold one document and no padding."""
+    seq = x.shape[1]
+    extended = _extend(x, window, width)
+    shifted = [extended[:, width - 1 - j : width - 1 - j + seq] for j in range(width)]
+    return shifted, extended[:, seq:]
+
+
+def _segmented(x: Array, window: Array | None, width: int, segment_ids: Array) -> tuple[list[Array], Array]:
+    """As `_shifted`, reading only tokens of the same document: other positions give 0."""
+    batch, seq = segment_ids.shape
+    real = segment_ids > 0
+    x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))  # whatever padding holds, NaN included, must not spread
+    extended = _extend(x, window, width)
+    first = jnp.take_along_axis(segment_ids, jnp.argmax(real, axis=1)[:, None], axis=1)
+    ids = jnp.concatenate([jnp.broadcast_to(first, (batch, width - 1)), segment_ids], axis=1)
+
+    # places[r] is where the r-th token of (window, real tokens in order) stands in `extended`
+    order = jnp.argsort(~real, axis=1, stable=True) + width - 1
+    places = jnp.concatenate([jnp.broadcast_to(jnp.arange(width - 1), (batch, width - 1)), order], axis=1)
+    rank = jnp.cumsum(real, axis=1) + width - 2
+
+    def gather(index: Array, own: Array) -> Array:
+        """The tokens of rank `index`, 0 where they belong to another document than `own`."""
+        place = jnp.take_along_axis(places, jnp.maximum(index, 0), axis=1)
+        same = jnp.take_along_axis(ids, place, axis=1) == own
+        return jnp.where(
+            same[..., None], jnp.take_along_axis(extended, place[..., None], axis=1), jnp.zeros((), x.dtype)
+        )
+
+    def gathered(_: None) -> list[Array]:
+        return [gather(rank - j, segment_ids) for j in range(width)]
+
+    def sliced(_: None) -> list[Array]:
+        same = [ids[:, width - 1 - j : width - 1 - j + seq] == segment_ids for j in range(width)]
+        shifted = [extended[:, width - 1 - j : width - 1 - j + seq] for j in range(width)]
+        return [
+            jnp.where(keep[..., None], token, jnp.zeros((), x.dtype)) for keep, token in zip(same, shifted, strict=True)
+        ]
+
+    gap = _has_gap(real, window is not None)
+    inputs = jax.lax.cond(gap, gathered, sliced, None)
+    last = rank[:, -1:] if seq else jnp.full((batch, 1), width - 2)
+    tail = last - jnp.arange(width - 2, -1, -1)
+    newest = (
+        jnp.take_along_axis(ids, jnp.take_along_axis(places, jnp.maximum(last, 0), axis=1), axis=1)
+        if width > 1
+        else first
+    )
+    return inputs, gather(tail, newest)
+
+
+def _has_gap(real: Bool[Array, "batch seq"], continued: bool) -> Bool[Array, ""]:
+    """Whether padding stands between two tokens that a window could join; only then are gathers needed."""
+    before = jnp.concatenate([jnp.full((real.shape[0], 1), continued), real], axis=1)
+    seen = jax.lax.cummax(before.astype(jnp.int32), axis=1)[:, :-1] > 0
+    return jnp.any(real & seen & ~before[:, :-1])

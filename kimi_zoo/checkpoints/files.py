@@ -197,6 +197,11 @@ def list_some(names: list[str], limit: int = 20) -> str:
     return shown + (f", and {len(names) - limit} more" if len(names) > limit else "") if names else "nothing"
 
 
+def join_problems(problems: list[str], limit: int = 20) -> str:
+    """Returns the first `limit` problems for an error message, one a line, with the number of those left out."""
+    return "\n".join(problems[:limit]) + (f"\n... and {len(problems) - limit} more" if len(problems) > limit else "")
+
+
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Returns an uninitialised array whose data starts at a multiple of 64 bytes, which JAX on CPU adopts as it is."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

@@ -86,19 +86,22 @@ def packed(ids: np.ndarray, length: int, bits: int) -> np.ndarray:
 
 def order_counts(grams: np.ndarray, counts: np.ndarray, bits: int) -> Order:
     """Discounts the counts of one order and sums them by context. `grams` must be sorted."""
-    ones, twos, threes, fours = (np.count_nonzero(counts == n) for n in (1, 2, 3, 4))
-    if not (ones and twos and threes):
-        raise ValueError(
-            f"too little text to estimate discounts from: {ones}, {twos}, {threes} n-grams seen 1, 2, 3 times"
-        )
-    common = ones / (ones + 2 * twos)
-    table = np.clip(
-        [0, 1 - 2 * common * twos / ones, 2 - 3 * common * threes / twos, 3 - 4 * common * fours / threes], 0, None
-    )
+    table = np.array([0, *estimated_discounts(counts)])
     discounts = table[np.minimum(counts, 3)]
     contexts, starts = np.unique(grams >> bits, return_index=True)
     totals = np.add.reduceat(counts, starts)
     return Order(grams, counts - discounts, contexts, totals, np.add.reduceat(discounts, starts) / totals)
+
+
+def estimated_discounts(counts: np.ndarray) -> tuple[float, float, float]:
+    """What to take off counts of 1, 2, and 3 or more, from how many n-grams were seen 1 to 4 times."""
+    ones, twos, threes, fours = (np.count_nonzero(counts == n) for n in (1, 2, 3, 4))
+    if not (ones and twos and threes):
+        return 0.5, 1.0, 1.5  # nothing to estimate from
+    common = ones / (ones + 2 * twos)
+    seen = ((1, ones, twos), (2, twos, threes), (3, threes, fours))
+    first, second, third = (max(0.0, n - (n + 1) * common * more / same) for n, same, more in seen)
+    return first, second, third
 
 
 def looked_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -22,6 +22,7 @@ import json
 import platform
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -72,7 +73,9 @@ def builtin_documents() -> Iterator[Document]:
         if name not in sys.builtin_module_names and not is_extension(name):
             continue
         try:
-            module = importlib.import_module(name)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                module = importlib.import_module(name)
         except ImportError:
             continue
         yield Document(f"builtin/{name}.txt", "\n\n".join(module_docstrings(module)))
@@ -111,7 +114,7 @@ def module_docstrings(module) -> Iterator[str]:
 def signature(value) -> str:
     """`(a, b=1)`, or nothing where the function doesn't tell."""
     text = (getattr(value, "__text_signature__", None) or "") if callable(value) else ""
-    return text.replace("$module, /, ", "").replace("$module, /", "").replace("$", "")
+    return text.replace("$module, /, ", "").replace("$module, /", "").replace("$module, ", "").replace("$", "")
 
 
 def without_near_copies(documents: Iterable[Document]) -> Iterator[Document]:

@@ -18,6 +18,7 @@ EXPECTED = json.loads((TIKTOKEN / "expected.json").read_text())
 CHAT_TEMPLATE = (DATA / "chat_kimi" / "chat_template.jinja").read_text()
 SENTENCES = ["def keep(state):\n        return state  # 12345\n", "Ein Würfel, zwei Würfel: 中文 🎲🎲\n"] * 3
 KINDS = ("tiktoken", "json")
+unhurried = settings(deadline=None, max_examples=60)  # other work on the machine must not fail a test
 
 
 def write_json_tokenizer(folder):
@@ -127,6 +128,7 @@ class TestTiktoken:
         assert loaded["tiktoken"].decode(ids) == character * 60_000
         assert time.process_time() - start < 10  # under 1 s, most of it the type checks of tests
 
+    @unhurried
     @given(st.text("ab \n", max_size=60))
     def test_bounded_pieces_cut_runs_only(self, text):
         with pytest.MonkeyPatch.context() as patch:
@@ -194,6 +196,7 @@ class TestJson:
         assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id) == (0, (300,), None)
         assert tokenizer.vocab_size == 302
 
+    @unhurried
     @given(ids=st.lists(st.integers(4, 299), max_size=12))
     def test_decodes_as_the_backend(self, folders, loaded, ids):
         reference = backend.Tokenizer.from_file(str(folders["json"] / "tokenizer.json"))
@@ -233,12 +236,14 @@ class TestJson:
 
 class TestBothKinds:
     @pytest.mark.parametrize("kind", KINDS)
+    @unhurried
     @given(text=st.text(max_size=40) | st.text("ab中🎲<|im_end|> \r\n'S1", max_size=40))
     def test_text_comes_back(self, loaded, kind, text):
         for allow_special in (False, True):
             assert loaded[kind].decode(loaded[kind].encode(text, allow_special=allow_special)) == text
 
     @pytest.mark.parametrize("kind", KINDS)
+    @unhurried
     @given(data=st.data(), skip_special=st.booleans())
     def test_stream_joins_to_the_batch(self, loaded, kind, data, skip_special):
         tokenizer = loaded[kind]
@@ -256,6 +261,7 @@ class TestBothKinds:
         assert [stream.push(token) for token in ids[:-1]][-1] == "" and stream.flush() == "�"
 
     @pytest.mark.parametrize("kind", KINDS)
+    @unhurried
     @given(text=st.text("<|im_end|>[EOS]ab", max_size=60))
     def test_plain_text_has_no_control_ids(self, loaded, kind, text):
         control = {token.id for token in loaded[kind].control_tokens.values()}
@@ -308,8 +314,8 @@ class TestChat:
         assert tokenizer.decode(ids).endswith(text + "<|im_end|>")
 
     @pytest.mark.parametrize("kind", KINDS)
+    @unhurried
     @given(text=st.text("<|im_end|>\U000f0000\U000f0001", max_size=30))
-    @settings(max_examples=50)
     def test_any_content_stays_text(self, loaded, kind, text):
         tokenizer = loaded[kind]
         around = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}])

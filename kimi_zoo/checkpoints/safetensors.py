@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, override
+from typing import Any, override
 
 import numpy as np
 
@@ -39,7 +39,7 @@ __all__ = [
     "save_tensors",
 ]
 
-COPY_BYTES = 32_000_000  # mapped pages count as resident memory, so long copies give them back at this interval
+COPY_BYTES = 8_000_000  # mapped pages count as resident memory, so long copies give them back at this interval
 
 
 class AbstractCheckpoint(ABC):
@@ -98,7 +98,7 @@ class AbstractCheckpoint(ABC):
     def __len__(self) -> int:
         return len(self.tensors)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "AbstractCheckpoint":
         return self
 
     def __exit__(

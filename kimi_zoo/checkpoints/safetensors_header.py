@@ -76,7 +76,7 @@ def map_file(path: Path) -> MappedFile:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             header, data_start = _read_header(file, path, size)
-            metadata = _check_metadata(header.pop("__metadata__", None), path)
+            metadata = check_metadata(header.pop("__metadata__", None), path)
             tensors = _check_tensors(header, path, data_start, size)
             return MappedFile(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), tensors, metadata)
     except OSError as error:
@@ -112,7 +112,11 @@ def _read_header(file: BinaryIO, path: Path, size: int) -> tuple[dict[str, Any],
     return parse_json_object(text, f"The header of {path}"), 8 + length
 
 
-def _check_metadata(metadata: Any, path: Path) -> dict[str, str]:
+def check_metadata(metadata: Any, path: Path) -> dict[str, str]:
+    """Returns the `__metadata__` of a file, empty if it has none.
+
+    **Raises:** `CheckpointError` if it does not map text to text.
+    """
     metadata = metadata or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{path}: __metadata__ must map text to text; got {str(metadata)[:100]}.")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kimi_zoo.checkpoints.files import CheckpointError, atomic_file, list_some, parse_size, write_json
-from kimi_zoo.checkpoints.safetensors_header import DTYPE_NAMES, DTYPES
+from kimi_zoo.checkpoints.safetensors_header import DTYPE_NAMES, DTYPES, check_metadata
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def save_tensors(
     weights, and when its turn comes if a lazy tensor does not give the shape and dtype announced.
     """
     path = Path(path)
-    metadata = {"format": "pt"} if metadata is None else dict(metadata)
+    metadata = {"format": "pt"} if metadata is None else check_metadata(dict(metadata), path)
     layout = {name: _check_storable(name, value) for name, value in tensors.items()}
     if path.name.endswith(".safetensors"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def _check_storable(name: str, value: Any) -> _Layout:
     dtype = np.dtype(value.dtype).newbyteorder("=")
     if dtype not in DTYPE_NAMES:
         raise CheckpointError(f"{name!r} has dtype {dtype}, which safetensors files cannot hold: {', '.join(DTYPES)}.")
-    if name == "__metadata__" or not name.isprintable():
+    if name == "__metadata__" or name != name.encode(errors="ignore").decode():  # half of a surrogate pair
         raise CheckpointError(f"{name!r} cannot be the name of a tensor in a safetensors file.")
     return _Layout(dtype, tuple(value.shape))
 

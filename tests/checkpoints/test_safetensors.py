@@ -380,7 +380,7 @@ class TestSaving:
             save_tensors({"a": np.zeros(2, np.float32), "w": value}, tmp_path)
         assert list(tmp_path.iterdir()) == []
 
-    @pytest.mark.parametrize("name", ["__metadata__", "a\nb", "\ud800"])
+    @pytest.mark.parametrize("name", ["__metadata__", "half a \ud800 pair"])
     def test_refused_names(self, tmp_path, name):
         with pytest.raises(CheckpointError, match="cannot be the name of a tensor"):
             save_tensors({name: np.zeros(2, np.float32)}, tmp_path / "w.safetensors")

@@ -3,8 +3,9 @@
 import json
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 FILE_NAME = "generation_config.json"
 
@@ -70,27 +71,27 @@ def read_generation_config(folder: str | os.PathLike[str]) -> GenerationConfig:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a JSON object; got a {type(values).__name__}.")
     _warn_unsupported(values, path)
-    default = GenerationConfig()
-
-    def number(key: str, kind: type, fallback: float) -> float:
-        value = values.get(key)
-        if value is None:
-            return fallback
-        if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
-            raise ValueError(f"`{key}` in {path} must be {'an integer' if kind is int else 'a number'}; got {value!r}.")
-        return kind(value)
-
+    integers = {key: _number(values, key, int, path) for key in ("max_new_tokens", "top_k")}
+    numbers = {
+        key: _number(values, key, float, path) for key in ("temperature", "top_p", "min_p", "repetition_penalty")
+    }
+    given = {key: value for key, value in (integers | numbers).items() if value is not None}
     do_sample = values.get("do_sample")
-    temperature = 0.0 if do_sample is False else number("temperature", float, 1.0 if do_sample else 0.0)
-    return GenerationConfig(
-        max_new_tokens=int(number("max_new_tokens", int, default.max_new_tokens)),
-        temperature=temperature,
-        top_k=int(number("top_k", int, default.top_k)),
-        top_p=number("top_p", float, default.top_p),
-        min_p=number("min_p", float, default.min_p),
-        repetition_penalty=number("repetition_penalty", float, default.repetition_penalty),
-        eos_token_ids=token_ids(values.get("eos_token_id"), f"`eos_token_id` in {path}"),
-    )
+    if do_sample is False:
+        given["temperature"] = 0.0
+    elif do_sample:
+        given.setdefault("temperature", 1.0)
+    eos = token_ids(values.get("eos_token_id"), f"`eos_token_id` in {path}")
+    return replace(GenerationConfig(eos_token_ids=eos), **given)
+
+
+def _number[T: (int, float)](values: dict[str, Any], key: str, kind: type[T], path: Path) -> T | None:
+    value = values.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        raise ValueError(f"`{key}` in {path} must be {'an integer' if kind is int else 'a number'}; got {value!r}.")
+    return kind(value)
 
 
 def token_ids(value: object, name: str) -> tuple[int, ...] | None:
@@ -107,7 +108,7 @@ def token_ids(value: object, name: str) -> tuple[int, ...] | None:
     return ids
 
 
-def _warn_unsupported(values: dict[str, object], path: Path) -> None:
+def _warn_unsupported(values: dict[str, Any], path: Path) -> None:
     ignored = sorted(key for key, neutral in UNSUPPORTED.items() if key in values and values[key] not in neutral)
     if ignored:
         found = ", ".join(f"{key}={values[key]!r}" for key in ignored)

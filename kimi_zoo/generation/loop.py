@@ -176,10 +176,10 @@ class _Row:
             released, rest = self._text.flush()
             events = [*map(self._event_of, released), self._event(token, "", log_prob)]
         else:
-            released, stopped = self._text.push(token, log_prob)
-            events, rest = [*map(self._event_of, released)], None
-            if stopped:
-                return self._end("stop_string", events or [self._event(None, "", 0.0)], None)
+            released, rest = self._text.push(token, log_prob)
+            events = [*map(self._event_of, released)]
+            if rest is not None:
+                return self._end("stop_string", events or [self._event(None, "", 0.0)], rest)
             if self._count == self._options.max_new_tokens:
                 released, rest = self._text.flush()
                 events += map(self._event_of, released)

@@ -71,14 +71,20 @@ class StopStrings:
         self._text = ""  # text that has not been shown, and
         self._start = 0  # how much was shown before it
 
-    def push(self, token: int, log_prob: float) -> tuple[list[Released], bool]:
-        """Adds a token; returns what may be shown now, and whether a stop string is complete (nothing follows then)."""
+    def push(self, token: int, log_prob: float) -> tuple[list[Released], str | None]:
+        """Adds a token; returns what may be shown now, and `None` as long as no stop string is complete.
+
+        Otherwise nothing follows, and instead of `None` comes the text that belongs to none of the tokens returned: the
+        end of an earlier one's.
+        """
         self._held.append((token, log_prob, self._start + len(self._text)))
         self._text += self._stream.push(token)
         found = [at for at in (self._text.find(stop) for stop in self._stops) if at >= 0]
         if found:
-            return self._release(min(found), before=True), True
-        return self._release(len(self._text) - self._possible_stop(), before=bool(self._stops)), False
+            end = self._start + min(found)
+            released = self._release(min(found), before=True)
+            return released, self._text[: end - self._start]
+        return self._release(len(self._text) - self._possible_stop(), before=bool(self._stops)), None
 
     def flush(self) -> tuple[list[Released], str]:
         """Returns the tokens still held and text that belongs to none of them, when the row ends for another reason."""

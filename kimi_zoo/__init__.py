@@ -1,1 +1,43 @@
-"""kimi-zoo."""
+"""kimi-zoo: hybrid linear-attention language models in Equinox.
+
+The public names are imported on first use, so that importing the package, and `kimi-zoo --help`, start at once.
+"""
+
+import importlib
+
+_MODULES = {
+    "kimi_zoo.checkpoints.folder": ("from_pretrained", "save_pretrained", "to_tensors"),
+    "kimi_zoo.generation.loop": ("generate", "stream_generate"),
+    "kimi_zoo.layers.kda": ("KDACache", "KimiDeltaAttention", "ShortConvolution"),
+    "kimi_zoo.layers.linear": ("Embedding", "Linear"),
+    "kimi_zoo.layers.mla": ("MLACache", "MultiHeadLatentAttention", "Rope"),
+    "kimi_zoo.layers.mlp": ("MLP",),
+    "kimi_zoo.layers.moe": ("Experts", "MoE", "Router"),
+    "kimi_zoo.layers.norm": ("RMSNorm",),
+    "kimi_zoo.layers.stack": ("LayerStack", "stack_layers"),
+    "kimi_zoo.models.kimi_linear": (
+        "KIMI_LINEAR_48B_A3B",
+        "KimiBlock",
+        "KimiLinear",
+        "KimiLinearCache",
+        "KimiLinearConfig",
+        "replace_layer",
+    ),
+    "kimi_zoo.tokenizers": ("load_tokenizer",),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+_SUBMODULES = ("checkpoints", "generation", "layers", "models", "ops")
+
+__all__ = sorted((*_HOME, *_SUBMODULES))
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f"kimi_zoo.{name}")
+    raise AttributeError(f"module 'kimi_zoo' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -13,8 +13,7 @@ from jaxtyping import install_import_hook
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_default_matmul_precision", "highest")
 
-hook = install_import_hook("kimi_zoo", "beartype.beartype")
-hook.install()  # stays for the whole run: every module of the package is imported through it
+install_import_hook("kimi_zoo", "beartype.beartype")  # stays for the whole run
 
 
 @pytest.fixture

@@ -1,15 +1,20 @@
 """Kimi Delta Attention on arrays: checks the inputs, picks an implementation; and the one-token step for decoding."""
 
-import jax
+import functools
+import logging
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kimi_zoo.ops.kda_chunked import kda_chunked
 from kimi_zoo.ops.kda_gates import Activation, accumulation_dtype, activate_tokens, check_gate
 from kimi_zoo.ops.kda_recurrent import delta_step, kda_recurrent
-from kimi_zoo.ops.packing import segment_starts
+from kimi_zoo.ops.kda_tokamax import TOKAMAX_NAMES, check_tokamax, kda_tokamax
+from kimi_zoo.ops.packing import check_segments
 
-IMPLEMENTATIONS = ("recurrent", "chunked")
+IMPLEMENTATIONS = ("recurrent", "chunked", *TOKAMAX_NAMES)
+
+logger = logging.getLogger("kimi_zoo")
 
 
 def kimi_delta_attention(
@@ -23,7 +28,7 @@ def kimi_delta_attention(
     dt_bias: Float[Array, "..."] | None = None,
     lower_bound: float | None = None,
     scale: float | None = None,
-    initial_state: Float[Array, "batch heads key_dim value_dim"] | None = None,
+    initial_state: Float[Array, "batch *segments heads key_dim value_dim"] | None = None,
     output_final_state: bool = False,
     segment_ids: Int[Array, "batch seq"] | None = None,
     max_num_segments: int | None = None,
@@ -31,35 +36,68 @@ def kimi_delta_attention(
     chunk_size: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch *segments heads key_dim value_dim"] | None]:
-    """Kimi Delta Attention over whole sequences: output in the value's dtype, and the final state in float32 or None."""
-    batch, seq, heads, key_dim = query.shape
+    """Kimi Delta Attention over whole sequences.
+
+    Per head, with a state `S` of key_dim by value_dim: `S <- exp(log_decay)[:, None] * S`, then
+    `S <- S + beta * key (value - S^T key)^T`, and the output is `scale * S^T query`.
+
+    **Arguments:**
+
+    - `query`, `key`, `value`: after the short convolution; float32, bfloat16 or float16 (float64 works too). All sums
+        and states are float32.
+    - `gate`: the log-decay (natural log, at most 0, per token), or, when `a_log` is given, the raw gate that
+        `kimi_zoo.ops.kda_gate` turns into it.
+    - `beta`: write strength after the sigmoid.
+    - `a_log`, `dt_bias` (`[heads * key_dim]` or `[heads, key_dim]`), `lower_bound`: see `kda_gate`.
+    - `scale`: factor on the query, `key_dim ** -0.5` by default.
+    - `initial_state`: float32 state that the first segment of each row continues from, `[batch, heads, key_dim,
+        value_dim]`; with `max_num_segments` also one per segment id, `[batch, segments, heads, key_dim, value_dim]`.
+    - `output_final_state`: whether to return the state after the last real token of each row.
+    - `segment_ids`: 1, 2, ... for packed documents and 0 for padding, wherever it stands. The state is zero at the
+        start of each segment but the row's first. At padding the output is 0 and the state stays as it is, whatever
+        the inputs hold there, NaN included.
+    - `max_num_segments`: asks for a final state per segment id, and says how many ids there may be. The tokens of each
+        segment must then stand together. Ids without tokens keep their initial state.
+    - `use_qk_l2norm`: whether to L2-normalise query and key (`x / sqrt(sum(x^2) + 1e-6)`) before scaling.
+    - `chunk_size`: tokens per chunk of the chunked form, a power of two; 64 by default.
+    - `implementation`: `None` for the best one where the program is lowered to, or one of `recurrent`, `chunked`,
+        `tokamax_xla`, `tokamax_xla_chunked`, `tokamax_mosaic`: that one, or an error that says why not.
+
+    **Returns:** the output in the value's dtype, and the final state in float32 (`[batch, heads, key_dim, value_dim]`,
+    or `[batch, segments, heads, key_dim, value_dim]` with `max_num_segments`), or `None` unless asked for.
+
+    **Raises:** `ValueError` for shapes that do not fit, gate parameters out of range, and a named implementation that
+    cannot run on these inputs.
+
+    **Source:** Kimi Linear (arXiv:2510.26692), the KDA recurrence and its chunked form.
+    """
+    batch, seq, heads, key_dim = _check_tokens(query, key, value, gate, beta)
     check_gate(heads, key_dim, a_log, dt_bias, lower_bound)
-    dt_bias = None if dt_bias is None else dt_bias.reshape(heads, key_dim)
-    dtype = accumulation_dtype(query.dtype)
-    activation = Activation(key_dim**-0.5 if scale is None else scale, lower_bound, use_qk_l2norm)
-    if initial_state is None:
-        initial_state = jnp.zeros((batch, heads, key_dim, value.shape[-1]), dtype)
-    real = None if segment_ids is None else segment_ids > 0
-    starts = None if segment_ids is None else segment_starts(segment_ids)
-    if implementation == "recurrent":
-        inputs = activate_tokens(query, key, value, gate, beta, real, a_log, dt_bias, activation)
-        output, state = kda_recurrent(*inputs, initial_state.astype(dtype), starts)
-    else:
-        output, state = kda_chunked(
-            query,
-            key,
-            value,
-            gate,
-            beta,
-            initial_state.astype(dtype),
-            a_log,
-            dt_bias,
-            real,
-            starts,
-            activation,
-            chunk_size,
+    state_shape = (batch, heads, key_dim, value.shape[-1])
+    _check_packing((batch, seq), state_shape, initial_state, segment_ids, max_num_segments)
+    if implementation in TOKAMAX_NAMES:
+        check_tokamax(
+            implementation,
+            seq=seq,
+            key_dim=key_dim,
+            dtype=query.dtype,
+            a_log=a_log,
+            lower_bound=lower_bound,
+            segment_ids=segment_ids,
+            max_num_segments=max_num_segments,
         )
-    return output.astype(value.dtype), state if output_final_state else None
+    _check_implementation(implementation, chunk_size)
+
+    dtype = accumulation_dtype(query.dtype)
+    dt_bias = None if dt_bias is None else dt_bias.reshape(heads, key_dim)
+    activation = Activation(key_dim**-0.5 if scale is None else scale, lower_bound, use_qk_l2norm)
+    if max_num_segments is not None:
+        segment_ids = jnp.ones((batch, seq), jnp.int32) if segment_ids is None else segment_ids
+        segment_ids = check_segments(segment_ids, max_num_segments)
+    states = _initial_states(state_shape, dtype, initial_state, segment_ids, max_num_segments)
+    operands = (query, key, value, gate, beta, states, a_log, dt_bias, segment_ids)
+    output, states = _run(implementation, operands, activation, chunk_size)
+    return output.astype(value.dtype), states if output_final_state else None
 
 
 def kda_step(
@@ -80,11 +118,109 @@ def kda_step(
 
     The arguments mean what they mean there. The state is float32; donate it to the jitted step that calls this.
     """
-    heads, key_dim = query.shape[-2:]
+    batch, _, heads, key_dim = _check_tokens(*(x[:, None] for x in (query, key, value, gate, beta)))
     check_gate(heads, key_dim, a_log, dt_bias, lower_bound)
+    if state.shape != (batch, heads, key_dim, value.shape[-1]):
+        raise ValueError(f"`state` must have shape {(batch, heads, key_dim, value.shape[-1])}, got {state.shape}.")
     dt_bias = None if dt_bias is None else dt_bias.reshape(heads, key_dim)
     activation = Activation(key_dim**-0.5 if scale is None else scale, lower_bound, use_qk_l2norm)
-    tokens = [x[:, None] for x in (query, key, value, gate, beta)]
-    tokens = activate_tokens(*tokens, None, a_log, dt_bias, activation)
-    state, output = delta_step(state.astype(tokens[0].dtype), *(x[:, 0] for x in tokens))
+    token = activate_tokens(query, key, value, gate, beta, None, a_log, dt_bias, activation)
+    state, output = delta_step(state.astype(token[0].dtype), *token)
     return output.astype(value.dtype), state
+
+
+def _run(implementation: str | None, operands: tuple, activation: Activation, chunk_size: int | None):
+    query, key, value, gate, beta, states, a_log, dt_bias, segment_ids = operands
+    if implementation is None:
+        implementation = "chunked"
+        _log_choice(implementation, "it is right for every gate, and its derivative is the fastest on any platform")
+    if implementation == "chunked":
+        return kda_chunked(*operands, activation, chunk_size)
+    if implementation == "recurrent":
+        real = None if segment_ids is None else segment_ids > 0
+        tokens = activate_tokens(query, key, value, gate, beta, real, a_log, dt_bias, activation)
+        return kda_recurrent(*tokens, states, segment_ids)
+    single = states.ndim == 4
+    states = states[:, None] if single else states
+    output, states = kda_tokamax(implementation, query, key, value, gate, beta, states, *operands[6:], activation)
+    return output, states[:, 0] if single else states
+
+
+@functools.cache
+def _log_choice(implementation: str, reason: str) -> None:
+    """Says once which implementation was chosen, and why."""
+    logger.info("kimi_delta_attention runs as %r: %s.", implementation, reason)
+
+
+def _initial_states(
+    shape: tuple[int, int, int, int],
+    dtype: jnp.dtype,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    max_num_segments: int | None,
+) -> Float[Array, "batch *segments heads key_dim value_dim"]:
+    """The state before each row, or before each segment id: a row's single state belongs to its first segment."""
+    state = jnp.zeros(shape, dtype) if initial_state is None else initial_state.astype(dtype)
+    if max_num_segments is None or state.ndim == 5:
+        return state
+    batch, seq = segment_ids.shape
+    first = jnp.zeros((batch,), segment_ids.dtype)
+    if seq:
+        first_real = jnp.argmax(segment_ids > 0, axis=1)
+        first = jnp.take_along_axis(segment_ids, first_real[:, None], axis=1)[:, 0]
+    owner = jnp.maximum(first, 1)[:, None] == jnp.arange(1, max_num_segments + 1, dtype=segment_ids.dtype)
+    return jnp.where(owner[:, :, None, None, None], state[:, None], jnp.zeros_like(state)[:, None])
+
+
+def _check_tokens(query: Array, key: Array, value: Array, gate: Array, beta: Array) -> tuple[int, int, int, int]:
+    """Shapes of the inputs that have one entry per token; returns batch, seq, heads and key_dim."""
+    if query.ndim != 4 or value.ndim != 4:
+        raise ValueError(
+            f"`query` and `value` must have the axes [batch, seq, heads, dim], got {query.shape} and {value.shape}."
+        )
+    if value.shape[2] != query.shape[2]:
+        raise ValueError(
+            "`query`, `key` and `value` need equally many heads (grouped value heads are not taken; repeat query, key "
+            f"and gate for them), got {query.shape[2]} in `query` and {value.shape[2]} in `value`."
+        )
+    expected = {"key": (key, query.shape), "gate": (gate, query.shape), "beta": (beta, query.shape[:3])}
+    for name, (array, shape) in expected.items():
+        if array.shape != shape:
+            raise ValueError(f"`{name}` must have shape {shape} to go with `query`, got {array.shape}.")
+    if value.shape[:3] != query.shape[:3]:
+        raise ValueError(f"`value` must have {query.shape[:3]} as its first axes, as `query`, got {value.shape}.")
+    return query.shape
+
+
+def _check_packing(
+    rows: tuple[int, int],
+    state_shape: tuple[int, int, int, int],
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    max_num_segments: int | None,
+) -> None:
+    if segment_ids is not None and segment_ids.shape != rows:
+        raise ValueError(f"`segment_ids` must have shape [batch, seq] = {rows}, got {segment_ids.shape}.")
+    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"`segment_ids` must be integers, got {segment_ids.dtype}.")
+    if max_num_segments is not None and max_num_segments < 1:
+        raise ValueError(f"`max_num_segments` must be at least 1, got {max_num_segments}.")
+    allowed = [state_shape]
+    if max_num_segments is not None:
+        allowed.append((state_shape[0], max_num_segments, *state_shape[1:]))
+    if initial_state is not None and initial_state.shape not in allowed:
+        raise ValueError(
+            f"`initial_state` must have shape {' or '.join(map(str, allowed))}, got {initial_state.shape}."
+        )
+
+
+def _check_implementation(implementation: str | None, chunk_size: int | None) -> None:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        available = ", ".join(f'"{name}"' for name in IMPLEMENTATIONS)
+        raise ValueError(f'there is no `implementation="{implementation}"`; available are {available}, or None.')
+    if chunk_size is None:
+        return
+    if implementation not in (None, "chunked"):
+        raise ValueError(f'`chunk_size` belongs to the chunked form; `implementation="{implementation}"` has none.')
+    if chunk_size < 1 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"`chunk_size` must be a power of two, got {chunk_size}.")

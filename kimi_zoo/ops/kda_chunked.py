@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kimi_zoo.ops.kda_gates import Activation, activate_tokens
+from kimi_zoo.ops.kda_recurrent import read_slot, write_slot
+from kimi_zoo.ops.packing import align_segments, segment_starts
 
 DEFAULT_CHUNK_SIZE = 64
 
@@ -106,21 +108,39 @@ def kda_chunked(
     value: Float[Array, "batch seq heads value_dim"],
     gate: Float[Array, "batch seq heads key_dim"],
     beta: Float[Array, "batch seq heads"],
-    initial_state: Float[Array, "batch heads key_dim value_dim"],
+    initial_state: Float[Array, "batch *segments heads key_dim value_dim"],
     a_log: Float[Array, " heads"] | None,
     dt_bias: Float[Array, "heads key_dim"] | None,
-    real: Bool[Array, "batch seq"] | None,
-    starts: Bool[Array, "batch seq"] | None,
+    segment_ids: Int[Array, "batch seq"] | None,
     activation: Activation,
     chunk_size: int | None,
-) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch heads key_dim value_dim"]]:
-    """Output of every token and the state after the last one."""
-    batch, seq, heads, _ = query.shape
+) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch *segments heads key_dim value_dim"]]:
+    """Output of every token and the final state, or, for one initial state per segment id, as many final states."""
+    seq = query.shape[1]
     if seq == 0:
-        return jnp.zeros(value.shape, value.dtype), initial_state
+        return value, initial_state
     chunk = chunk_size or min(DEFAULT_CHUNK_SIZE, 1 << (seq - 1).bit_length())
+    tokens = (query, key, value, gate, beta)
+    if initial_state.ndim == 4:
+        output, state = _scan_chunks(*tokens, initial_state, a_log, dt_bias, segment_ids, activation, chunk)
+        return output[:, :seq], state
+    alignment = align_segments(segment_ids, chunk, initial_state.shape[1])
+    tokens = [alignment.gather(x) for x in tokens]
+    ids = alignment.gather(segment_ids)
+    output, state = _scan_chunks(*tokens, initial_state, a_log, dt_bias, ids, activation, chunk)
+    return alignment.restore(output), state
+
+
+def _scan_chunks(
+    query, key, value, gate, beta, initial_state, a_log, dt_bias, segment_ids, activation: Activation, chunk: int
+):
+    """One scan over chunks. With a state per segment, each chunk holds tokens of one segment only."""
+    batch, seq, heads, _ = query.shape
     padding = -seq % chunk
-    if padding and real is None:
+    real = starts = slot = None
+    if segment_ids is not None:
+        real, starts = segment_ids > 0, segment_starts(segment_ids)
+    elif padding:
         real = jnp.ones((batch, seq), bool)
 
     def split(x):
@@ -128,14 +148,16 @@ def kda_chunked(
         return jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0)
 
     @jax.checkpoint
-    def step(state, tokens):
-        *inputs, real, starts = tokens
+    def step(states, tokens):
+        *inputs, real, starts, slot = tokens
         inputs = activate_tokens(*inputs, real, a_log, dt_bias, activation)
         inputs = [jnp.moveaxis(x, 2, 1) for x in inputs]
         segment = None if starts is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32)
-        state, output = _chunk_step(state, *inputs, segment)
-        return state, jnp.moveaxis(output, 1, 2).astype(value.dtype)
+        state, output = _chunk_step(read_slot(states, slot), *inputs, segment)
+        return write_slot(states, slot, state), jnp.moveaxis(output, 1, 2).astype(value.dtype)
 
+    if initial_state.ndim == 5:
+        slot, starts = jnp.maximum(jnp.max(split(segment_ids), axis=-1) - 1, 0), None
     tokens = [None if x is None else split(x) for x in (query, key, value, gate, beta, real, starts)]
-    final_state, output = jax.lax.scan(step, initial_state, tokens)
-    return jnp.moveaxis(output, 0, 1).reshape(batch, -1, heads, value.shape[-1])[:, :seq], final_state
+    final_state, output = jax.lax.scan(step, initial_state, (*tokens, slot))
+    return jnp.moveaxis(output, 0, 1).reshape(batch, -1, heads, value.shape[-1]), final_state

@@ -84,12 +84,12 @@ class Activation:
 
 
 def activate_tokens(
-    query: Float[Array, "batch seq heads key_dim"],
-    key: Float[Array, "batch seq heads key_dim"],
-    value: Float[Array, "batch seq heads value_dim"],
-    gate: Float[Array, "batch seq heads key_dim"],
-    beta: Float[Array, "batch seq heads"],
-    real: Bool[Array, "batch seq"] | None,
+    query: Float[Array, "*tokens heads key_dim"],
+    key: Float[Array, "*tokens heads key_dim"],
+    value: Float[Array, "*tokens heads value_dim"],
+    gate: Float[Array, "*tokens heads key_dim"],
+    beta: Float[Array, "*tokens heads"],
+    real: Bool[Array, "*tokens"] | None,
     a_log: Float[Array, " heads"] | None,
     dt_bias: Float[Array, "heads key_dim"] | None,
     activation: Activation,
@@ -102,7 +102,7 @@ def activate_tokens(
     dtype = accumulation_dtype(query.dtype)
     inputs = [x.astype(dtype) for x in (query, key, value, gate, beta)]
     if real is not None:
-        inputs = [jnp.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, 0.0) for x in inputs]
+        inputs = [jnp.where(real.reshape(real.shape + (1,) * (x.ndim - real.ndim)), x, 0.0) for x in inputs]
     query, key, value, gate, beta = inputs
     if activation.use_qk_l2norm:
         query, key = l2_norm(query), l2_norm(key)

@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
+
+from kimi_zoo.ops.packing import segment_starts
 
 
 def delta_step(
@@ -32,22 +34,43 @@ def kda_recurrent(
     value: Float[Array, "batch seq heads value_dim"],
     log_decay: Float[Array, "batch seq heads key_dim"],
     beta: Float[Array, "batch seq heads"],
-    initial_state: Float[Array, "batch heads key_dim value_dim"],
-    starts: Bool[Array, "batch seq"] | None = None,
-) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch heads key_dim value_dim"]]:
-    """Output of every token and the state after the last one, by a scan over tokens.
+    initial_state: Float[Array, "batch *segments heads key_dim value_dim"],
+    segment_ids: Int[Array, "batch seq"] | None = None,
+) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch *segments heads key_dim value_dim"]]:
+    """Output of every token and the final state, by a scan over tokens; a state per segment id if given so.
 
-    All inputs share one dtype; queries are scaled. Where `starts` is True the state is zero before the token. Padding
-    has zeros in all five inputs and so leaves the state as it is.
+    All inputs share one dtype; queries are scaled. Padding (id 0) has zeros in all five inputs and so leaves the state
+    as it is. The state is zero before a token that starts a segment other than the row's first; with a state per
+    segment, each starts from its own.
     """
 
-    def step(state, token):
-        *token, start = token
+    def step(states, token):
+        *token, start, slot = token
+        state = read_slot(states, slot)
         if start is not None:
             state = jnp.where(start[:, None, None, None], jnp.zeros_like(state), state)
-        return delta_step(state, *token)
+        state, output = delta_step(state, *token)
+        return write_slot(states, slot, state), output
 
+    starts, slots = None, None
+    if segment_ids is not None and initial_state.ndim == 5:
+        slots = jnp.maximum(segment_ids.T - 1, 0)
+    elif segment_ids is not None:
+        starts = segment_starts(segment_ids).T
     tokens = [jnp.moveaxis(x, 1, 0) for x in (query, key, value, log_decay, beta)]
-    starts = None if starts is None else starts.T
-    final_state, output = jax.lax.scan(step, initial_state, (*tokens, starts))
+    final_state, output = jax.lax.scan(step, initial_state, (*tokens, starts, slots))
     return jnp.moveaxis(output, 0, 1), final_state
+
+
+def read_slot(states: Array, slot: Int[Array, " batch"] | None) -> Float[Array, "batch heads key_dim value_dim"]:
+    """Each row's state with the number `slot`, or the whole when there is one state only."""
+    if slot is None:
+        return states
+    return jnp.take_along_axis(states, slot[:, None, None, None, None], axis=1)[:, 0]
+
+
+def write_slot(states: Array, slot: Int[Array, " batch"] | None, state: Array) -> Array:
+    """The states with each row's state number `slot` replaced."""
+    if slot is None:
+        return state
+    return states.at[jnp.arange(slot.shape[0], dtype=slot.dtype), slot].set(state)

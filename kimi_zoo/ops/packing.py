@@ -3,6 +3,9 @@
 Segment ids are 1, 2, ... for documents and 0 for padding. Padding may lead, sit inside or trail.
 """
 
+from typing import NamedTuple
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,3 +71,65 @@ def segment_positions(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch
     count = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
     first = jax.lax.cummax(jnp.where(segment_starts(segment_ids), count, 0), axis=1)
     return jnp.where(real, count - first, 0)
+
+
+class Alignment(NamedTuple):
+    """Where the tokens of packed rows go when every segment is moved to a multiple of some number of tokens."""
+
+    source: Int[Array, "batch aligned"]  # index of the token that stands here; the row's length where there is none
+    position: Int[Array, "batch seq"]  # where each token went; the aligned length for padding
+
+    def gather(self, x: Array) -> Array:
+        """Moves the tokens of `x` (`batch seq ...`) to their aligned places, zeros elsewhere."""
+        return _take_rows(x, self.source)
+
+    def restore(self, x: Array) -> Array:
+        """Moves them back; zeros at padding."""
+        return _take_rows(x, self.position)
+
+
+def align_segments(segment_ids: Int[Array, "batch seq"], multiple: int, max_num_segments: int) -> Alignment:
+    """Moves every segment to a start at a multiple of `multiple` tokens, and drops the padding between them."""
+    batch, seq = segment_ids.shape
+    segments = min(max_num_segments, seq)
+    length = ((seq - segments) // multiple + segments) * multiple  # the most that many segments can need
+    real = segment_ids > 0
+    offset = segment_positions(segment_ids) % multiple
+    block = jnp.cumsum(real & (offset == 0), axis=1, dtype=jnp.int32) - 1
+    position = jnp.where(real, block * multiple + offset, length)
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    tokens = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), (batch, seq))
+    source = jnp.full((batch, length), seq, jnp.int32).at[rows, position].set(tokens, mode="drop")
+    return Alignment(source, position)
+
+
+def check_segments(segment_ids: Int[Array, "batch seq"], max_num_segments: int) -> Int[Array, "batch seq"]:
+    """Returns the ids if each is at most `max_num_segments` and its tokens stand together (padding aside) in its row.
+
+    Raises `ValueError` where the ids are known, a run-time error where they are traced.
+    """
+    batch, seq = segment_ids.shape
+    if batch * seq == 0:
+        return segment_ids
+    ids = jnp.arange(1, max_num_segments + 1, dtype=segment_ids.dtype)
+    distinct = jnp.sum(jnp.any(segment_ids[..., None] == ids, axis=1), axis=1)
+    runs = jnp.sum(segment_starts(segment_ids), axis=1) + jnp.any(segment_ids > 0, axis=1)
+    most, apart = jnp.max(segment_ids), jnp.any(runs > distinct)
+    above = f"`max_num_segments` is {max_num_segments}, and `segment_ids` hold a larger id"
+    returns = (
+        "with `max_num_segments`, the tokens of a segment must stand together, but an id in `segment_ids` comes back"
+    )
+    if isinstance(most, jax.core.Tracer):
+        segment_ids = eqx.error_if(segment_ids, most > max_num_segments, above)
+        return eqx.error_if(segment_ids, apart, returns)
+    if most > max_num_segments:
+        raise ValueError(f"{above}: {int(most)}. Ids count from 1; give as many segments as the largest id.")
+    if apart:
+        raise ValueError(f"{returns} after another one. Number its second part as a segment of its own.")
+    return segment_ids
+
+
+def _take_rows(x: Array, index: Int[Array, "batch places"]) -> Array:
+    """`x[b, index[b, i]]`, zero where the index is beyond the row."""
+    index = index.reshape(index.shape + (1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)

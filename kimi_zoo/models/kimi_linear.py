@@ -406,6 +406,15 @@ class KimiLinear(eqx.Module):
         return self.norm(x), KimiLinearCache(layers, cache.lengths + lengths.astype(jnp.int32), cache.max_length)
 
 
+def with_published(model: KimiLinear, published: Published) -> KimiLinear:
+    """The same parameters, with another record of how they are published."""
+    new = object.__new__(KimiLinear)  # static fields are no leaves, which `equinox.tree_at` could replace
+    for field in dataclasses.fields(model):
+        object.__setattr__(new, field.name, getattr(model, field.name))
+    object.__setattr__(new, "published", published)
+    return new
+
+
 def replace_layer(model: KimiLinear, index: int, layer: object) -> KimiLinear:
     """A model with another layer at place `index`; the model given is left as it is.
 

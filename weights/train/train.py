@@ -45,14 +45,8 @@ CONFIG = kz.KimiLinearConfig(
     eos_token_id=0,
     pad_token_id=0,
 )
-END_OF_TEXT = 0
 BIAS_STEP = 1e-3  # of the router's balancing bias
 LOSS_ROWS = 1024  # tokens whose logits exist at once
-
-
-def segments(tokens: np.ndarray) -> np.ndarray:
-    """Segment ids of rows of the stream: a document begins at each end-of-text token."""
-    return np.cumsum(np.pad(tokens == END_OF_TEXT, ((0, 0), (1, 0)))[:, 1:], axis=1).astype(np.int32) + 1
 
 
 def batches(stream: np.ndarray, *, rows: int, length: int, seed: int):
@@ -82,16 +76,16 @@ def token_losses(model: kz.KimiLinear, hidden: jax.Array, targets: jax.Array) ->
     return jax.lax.map(some, pieces).reshape(targets.shape)
 
 
-def forward(model: kz.KimiLinear, tokens: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, object]:
-    """Normalised hidden states, and how many tokens each expert of each layer was given."""
+def forward(model: kz.KimiLinear, tokens: jax.Array) -> tuple[jax.Array, object]:
+    """Normalised hidden states, and how many tokens each expert of each layer was given.
+
+    Documents that share a row are told apart by the mark between them alone.
+    """
     positions = jnp.zeros_like(tokens)  # nothing reads them: the model has no positional embedding
 
     def apply(x, block):
-        x = x + (
-            block.mixer(block.input_norm(x), positions=positions, segment_ids=segment_ids)
-            if isinstance(block.mixer, kz.MultiHeadLatentAttention)
-            else block.mixer(block.input_norm(x), segment_ids=segment_ids)
-        )
+        attention = isinstance(block.mixer, kz.MultiHeadLatentAttention)
+        x = x + block.mixer(block.input_norm(x), **({"positions": positions} if attention else {}))
         normed = block.post_norm(x)
         counts = None
         if isinstance(block.mlp, kz.MoE):
@@ -103,9 +97,9 @@ def forward(model: kz.KimiLinear, tokens: jax.Array, segment_ids: jax.Array) -> 
     return model.norm(x), counts
 
 
-def loss_fn(model: kz.KimiLinear, batch: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, object]:
-    """Mean loss over targets inside their own document."""
-    hidden, counts = forward(model, batch[:, :-1], segment_ids[:, :-1])
+def loss_fn(model: kz.KimiLinear, batch: jax.Array) -> tuple[jax.Array, object]:
+    """Mean next-token loss in nats, and the experts' token counts."""
+    hidden, counts = forward(model, batch[:, :-1])
     return token_losses(model, hidden, batch[:, 1:]).mean(), counts
 
 
@@ -150,10 +144,10 @@ def make_optimizer(peak: float, steps: int) -> optax.GradientTransformation:
 
 
 @eqx.filter_jit(donate="all")
-def train_step(state, batch, segment_ids, optimizer):
+def train_step(state, batch, optimizer):
     """One step; `state` is (model, optimizer state)."""
     model, opt_state = state
-    (loss, counts), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, batch, segment_ids)
+    (loss, counts), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, batch)
     params, static = eqx.partition(model, eqx.is_array)
     updates, opt_state = optimizer.update(eqx.filter(grads, eqx.is_array), opt_state, params)
     model = balance(eqx.combine(optax.apply_updates(params, updates), static), counts)
@@ -161,9 +155,9 @@ def train_step(state, batch, segment_ids, optimizer):
 
 
 @eqx.filter_jit
-def evaluate_rows(model, batch, segment_ids):
+def evaluate_rows(model, batch):
     """Losses of a batch, without gradients."""
-    hidden, _ = forward(model, batch[:, :-1], segment_ids[:, :-1])
+    hidden, _ = forward(model, batch[:, :-1])
     return token_losses(model, hidden, batch[:, 1:])
 
 
@@ -176,7 +170,7 @@ def bits_per_byte(model: kz.KimiLinear, stream: np.ndarray, size: int, *, rows: 
         batch = np.zeros((rows, length + 1), np.int32)
         for row, piece in enumerate(pieces):
             batch[row, : len(piece)] = piece
-        losses = np.asarray(evaluate_rows(model, batch, segments(batch)))
+        losses = np.asarray(evaluate_rows(model, batch))
         total += sum(losses[row, : len(piece) - 1].sum() for row, piece in enumerate(pieces))
     return float(total / np.log(2) / size)
 
@@ -200,7 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--peak", type=float, default=4e-3, help="learning rate after warm-up")
@@ -224,7 +218,7 @@ def main() -> None:
         for step in bar:
             batch = next(source)
             started = time.perf_counter()
-            state, loss, norm = train_step(state, batch, segments(batch), optimizer)
+            state, loss, norm = train_step(state, batch, optimizer)
             line = {"step": step + 1, "loss": float(loss), "grad_norm": float(norm), "s": time.perf_counter() - started}
             last = step + 1 == args.steps
             if (step + 1) % args.every == 0 or last:

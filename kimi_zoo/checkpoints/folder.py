@@ -1,0 +1,324 @@
+"""Checkpoint folders <-> models: `from_pretrained`, `save_pretrained`, `to_tensors`."""
+
+import dataclasses
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+from kimi_zoo.checkpoints.configs import read_config, write_config
+from kimi_zoo.checkpoints.files import CheckpointError, aligned_empty, atomic_folder, join_problems, list_some, write_json
+from kimi_zoo.checkpoints.quantized import dequantize
+from kimi_zoo.checkpoints.rows import EXPERT, Entry, get_leaf, shape_text
+from kimi_zoo.checkpoints.safetensors import AbstractCheckpoint, LazyTensor, open_checkpoint, save_tensors
+from kimi_zoo.checkpoints.tables import kimi_linear as table
+from kimi_zoo.models.kimi_linear import KimiLinear, KimiLinearConfig, Published, with_published
+
+logger = logging.getLogger("kimi_zoo")
+
+# files beside the weights that belong to the model for its users; copied as they are, never run
+CARRIED = (
+    "generation_config.json tokenizer.json tokenizer_config.json tiktoken.model tokenizer.model special_tokens_map.json "
+    "added_tokens.json vocab.json merges.txt chat_template.jinja chat_template.json"
+).split()
+FLOATS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a parameter comes from: its row, the spelling and shape found, and the tensors, one per expert if there are several."""
+
+    entry: Entry
+    spelling: tuple[int, int]
+    names: tuple[str, ...]
+
+
+def from_pretrained(
+    path: str | Path, *, dtype: Any = None, mesh: Mesh | None = None, progress: bool = False
+) -> KimiLinear:
+    """Loads a model from a checkpoint folder in published layout.
+
+    Every tensor is copied once, from the memory-mapped file to its place; nothing is initialised first.
+
+    **Arguments:**
+
+    - `path`: a folder with `config.json` and safetensors files.
+    - `dtype`: floating-point dtype to convert to while reading; `None` keeps the stored dtypes. `a_log`, `dt_bias` and the
+        router's balancing bias are float32 always.
+    - `mesh`: devices to spread the parameters over: each is split along its largest dimension that the mesh axis `fsdp` divides,
+        and each process reads its own slices only. `None` places them on the default device.
+    - `progress`: whether to show a progress bar.
+
+    **Raises:** `CheckpointError` (a `ValueError`) that lists everything which does not fit: the configuration, unreadable files, missing,
+    unexpected and wrongly shaped tensors.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder. Give the folder that holds config.json and the safetensors files.")
+    config, raw = read_config(folder)
+    with open_checkpoint(folder) as stored:
+        checkpoint = dequantize(stored, raw)
+        root = _find_root(checkpoint, folder)
+        config = table.adapt_config(config, checkpoint)
+        skeleton = eqx.filter_eval_shape(KimiLinear, config, key=jr.key(0))
+        sources, problems = _match(checkpoint, skeleton, config, root)
+        tied_head, more = _leftovers(checkpoint, sources, config, root)
+        problems += more
+        if problems:
+            raise CheckpointError(f"{folder} does not hold the model that its config.json describes:\n" + join_problems(problems))
+        spellings = {source.entry.row.leaf: source.spelling for source in sources if source.spelling != (0, 0)}
+        published = Published(root, tuple(sorted(spellings.items())), tied_head, str(folder.resolve()), json.dumps(raw))
+        return _fill(with_published(skeleton, published), checkpoint, sources, dtype, mesh, progress)
+
+
+def to_tensors(model: KimiLinear) -> dict[str, jax.Array]:
+    """Published tensor name -> array, for a model or for anything of its shape, such as a gradient or an optimizer's moments.
+
+    Leaves that are `None` are left out. Names and shapes are those of the checkpoint that the model was loaded from.
+    """
+    return {name: take() for name, (_, _, take) in _outgoing(model).items()}
+
+
+def save_pretrained(
+    model: KimiLinear,
+    path: str | Path,
+    *,
+    dtype: Any = None,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+) -> None:
+    """Writes a checkpoint folder in published layout, which transformers and mlx-lm read: weights, `config.json`, and the tokenizer and
+    generation files of the folder that the model was loaded from.
+
+    The folder appears at once and whole, or not at all.
+
+    **Arguments:**
+
+    - `dtype`: floating-point dtype to store; `None` keeps that of each parameter. `a_log`, `dt_bias` and the router's balancing bias
+        are stored in float32 always.
+    - `max_shard_size`: bytes of tensors per file, or text such as `"200MB"`.
+    - `overwrite`: whether an existing checkpoint folder may be replaced.
+
+    **Raises:** `CheckpointError` for an existing folder, or a model with a layer that the published layout has no names for.
+    """
+    outgoing = _outgoing(model)
+    expected = [entry.name(0).replace(EXPERT, "0") for entry in table.entries(model.config) if _leaf(model, entry) is None]
+    if expected:
+        raise CheckpointError(
+            "This model cannot be written in the published layout, which has these parameters that it lacks: "
+            f"{list_some(expected)}. Save it with equinox.tree_serialise_leaves instead."
+        )
+    target = None if dtype is None else jnp.dtype(dtype)
+    kept = lambda entry, leaf: leaf.dtype if target is None or entry.row.leaf in table.FLOAT32_LEAVES else target
+    tensors = {
+        name: LazyTensor(shape, np.dtype(kept(entry, _leaf(model, entry))), _cast(take, kept(entry, _leaf(model, entry))))
+        for name, (entry, shape, take) in outgoing.items()
+    }
+    sizes: dict[str, int] = {}
+    for tensor in tensors.values():
+        sizes[str(tensor.dtype)] = sizes.get(str(tensor.dtype), 0) + int(np.prod(tensor.shape))
+    raw = None if model.published.config is None else json.loads(model.published.config)
+    source = Path(model.published.source) if model.published.source else None
+    with atomic_folder(path, overwrite=overwrite) as folder:
+        save_tensors(tensors, folder, max_shard_size=max_shard_size)
+        write_json(folder / "config.json", write_config(model.config, raw, max(sizes, key=sizes.__getitem__)))
+        for name in CARRIED:
+            if source is not None and (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+
+
+def _cast(take: Callable[[], jax.Array], dtype: Any) -> Callable[[], np.ndarray]:
+    return lambda: np.asarray(take()).astype(dtype, copy=False)
+
+
+def _find_root(checkpoint: AbstractCheckpoint, folder: Path) -> str:
+    """What all names of the language model begin with."""
+    roots = [root for root in table.ROOTS if f"{root}model.embed_tokens.weight" in checkpoint]
+    if len(roots) != 1:
+        expected = " or ".join(f"{root}model.embed_tokens.weight" for root in table.ROOTS)
+        found = "both" if roots else f"neither among its {len(checkpoint)} tensors, such as {list_some(list(checkpoint)[:5])}"
+        raise CheckpointError(f"{folder} should hold one tensor {expected}; it has {found}.")
+    return roots[0]
+
+
+def _match(
+    checkpoint: AbstractCheckpoint, skeleton: KimiLinear, config: KimiLinearConfig, root: str
+) -> tuple[list[Source], list[str]]:
+    """The tensors that fill each parameter, and what is wrong with them."""
+    sources, problems = [], []
+    for entry in table.entries(config, root):
+        leaf = _leaf(skeleton, entry)
+        shape = leaf.shape[1:] if entry.layer is not None else leaf.shape
+        experts: tuple[int | None, ...] = tuple(range(shape[0])) if entry.per_expert else (None,)
+        shapes = entry.row.shapes or (shape[1:] if entry.per_expert else shape,)
+        spelling = next((i for i in range(len(entry.row.names)) if entry.name(i, experts[0]) in checkpoint), 0)
+        names = tuple(entry.name(spelling, expert) for expert in experts)
+        missing = [name for name in names if name not in checkpoint]
+        problems += [f"{name} is missing; expected shape {shape_text(shapes)}" for name in missing]
+        present = [checkpoint.tensors[name] for name in names if name not in missing]
+        wrong = [info for info in present if info.shape not in shapes]
+        problems += [f"{i.name} has shape {list(i.shape)}; expected {shape_text(shapes)}" for i in wrong]
+        problems += [f"{i.name} is stored as {i.dtype}; expected floating point" for i in present if not _floating(i.dtype)]
+        if not missing and not wrong:
+            sources.append(Source(entry, (spelling, shapes.index(present[0].shape)), names))
+    return sources, problems
+
+
+def _floating(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _leftovers(
+    checkpoint: AbstractCheckpoint, sources: list[Source], config: KimiLinearConfig, root: str
+) -> tuple[bool, list[str]]:
+    """Whether a tied model stores its head all the same, and the tensors that no row wants."""
+    used = {name for source in sources for name in source.names}
+    left = [name for name in checkpoint if name not in used]
+    head, tied_head = f"{root}lm_head.weight", False
+    if config.tie_word_embeddings and head in left:
+        tied_head = True
+        left.remove(head)
+        embedding = f"{root}model.embed_tokens.weight"
+        if not np.array_equal(checkpoint.read(head), checkpoint.read(embedding)):
+            logger.warning(
+                "%s differs from %s though the config ties them: the embedding is used for both, as the config says.",
+                head,
+                embedding,
+            )
+        for name in (head, embedding):
+            checkpoint.release(name)
+    extra = rf"{re.escape(root)}model\.layers\.(\d+)\..*"
+    predicted = [name for name in left if (m := re.fullmatch(extra, name)) and int(m[1]) >= config.num_hidden_layers]
+    vision = [name for name in left if root and any(re.fullmatch(pattern, name) for pattern in table.VISION)]
+    for names, what in ((predicted, "layers past num_hidden_layers (multi-token prediction)"), (vision, "the vision part")):
+        if names:
+            logger.info("Left out %d tensors of %s, such as %s.", len(names), what, names[0])
+    known = {*predicted, *vision}
+    unexpected = [n for n in left if n not in known and not any(re.fullmatch(p, n) for p in table.IGNORED)]
+    return tied_head, [f"{name} {list(checkpoint.tensors[name].shape)} is not expected" for name in unexpected]
+
+
+def _leaf(model: KimiLinear, entry: Entry) -> Any:
+    """The parameter of an entry, with the stack's axis if it belongs to a layer."""
+    if entry.layer is None:
+        return get_leaf(model, entry.row.leaf)
+    section, position, _ = model.layers.locate(entry.layer)
+    return get_leaf(model.layers.sections[section][position], entry.row.leaf)
+
+
+def _outgoing(model: KimiLinear) -> dict[str, tuple[Entry, tuple[int, ...], Callable[[], jax.Array]]]:
+    """Tensor name -> entry, published shape, and a function that takes the array out of the model."""
+    spellings = dict(model.published.spellings)
+    out: dict[str, tuple[Entry, tuple[int, ...], Callable[[], jax.Array]]] = {}
+    for entry in table.entries(model.config, model.published.root):
+        leaf = _leaf(model, entry)
+        if leaf is None:
+            continue
+        name, shape = spellings.get(entry.row.leaf, (0, 0))
+        index = () if entry.layer is None else (model.layers.locate(entry.layer)[2],)
+        for expert in range(leaf.shape[1]) if entry.per_expert else (None,):
+            place = index if expert is None else (*index, expert)
+            published = entry.row.shapes[shape] if entry.row.shapes else leaf.shape[len(place) :]
+            out[entry.name(name, expert)] = (entry, published, _taker(leaf, place, published))
+    if model.published.tied_head_stored:
+        entry, shape, take = out[f"{model.published.root}model.embed_tokens.weight"]
+        out[f"{model.published.root}lm_head.weight"] = (entry, shape, take)
+    return out
+
+
+def _taker(leaf: Any, place: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[], jax.Array]:
+    return lambda: leaf[place].reshape(shape)
+
+
+def _fill(
+    model: KimiLinear,
+    checkpoint: AbstractCheckpoint,
+    sources: list[Source],
+    dtype: Any,
+    mesh: Mesh | None,
+    progress: bool,
+) -> KimiLinear:
+    """Puts arrays in the place of the skeleton's leaves."""
+    parts: dict[tuple, dict[int, Source]] = {}
+    for source in sources:
+        layer = source.entry.layer
+        section, position, repeat = (None, None, 0) if layer is None else model.layers.locate(layer)
+        parts.setdefault((section, position, source.entry.row.leaf), {})[repeat] = source
+    total = sum(checkpoint.tensors[name].nbytes for source in sources for name in source.names)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=not progress, leave=False) as bar:
+        paths, arrays = [], []
+        for (section, position, leaf), layers in parts.items():
+            paths.append((section, position, leaf))
+            arrays.append(_read(checkpoint, layers, _find(model, paths[-1]).shape, section is not None, dtype, mesh))
+            bar.update(sum(checkpoint.tensors[name].nbytes for source in layers.values() for name in source.names))
+    return eqx.tree_at(lambda m: [_find(m, path) for path in paths], model, arrays)
+
+
+def _find(model: KimiLinear, path: tuple) -> Any:
+    section, position, leaf = path
+    return get_leaf(model if section is None else model.layers.sections[section][position], leaf)
+
+
+def _read(
+    checkpoint: AbstractCheckpoint,
+    layers: Mapping[int, Source],
+    shape: tuple[int, ...],
+    stacked: bool,
+    dtype: Any,
+    mesh: Mesh | None,
+) -> jax.Array:
+    """One parameter: of the model, or of a stack of layers."""
+    source = layers[0]
+    stored = [checkpoint.tensors[name].dtype for part in layers.values() for name in part.names]
+    wanted = jnp.dtype(dtype) if dtype is not None else jnp.result_type(*set(stored))
+    if source.entry.row.leaf in table.FLOAT32_LEAVES:
+        wanted = jnp.dtype(jnp.float32)
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        ranges = [range(size)[part] for size, part in zip(shape, index, strict=True)]
+        out = aligned_empty(tuple(len(r) for r in ranges), np.dtype(wanted))
+        for row, layer in enumerate(ranges[0] if stacked else (0,)):
+            place = out[row] if stacked else out
+            inner, below = index[int(stacked) :], ranges[int(stacked) :]
+            if not layers[layer].entry.per_expert:
+                _copy(checkpoint, layers[layer].names[0], shape[int(stacked) :], inner, place)
+                continue
+            for number, expert in enumerate(below[0]):
+                _copy(checkpoint, layers[layer].names[expert], shape[int(stacked) + 1 :], inner[1:], place[number])
+        return out
+
+    if mesh is None:
+        return jax.device_put(read(tuple(slice(None) for _ in shape)))
+    sharding = NamedSharding(mesh, fsdp_spec(shape, mesh, stacked=stacked))
+    return jax.make_array_from_callback(shape, sharding, lambda index: read(index))
+
+
+def _copy(checkpoint: AbstractCheckpoint, name: str, shape: tuple, index: tuple[slice, ...], out: np.ndarray) -> None:
+    """Copies `tensor.reshape(shape)[index]` into `out`."""
+    if out.shape == shape:
+        checkpoint.read_into(name, out.reshape(checkpoint.tensors[name].shape))
+    else:
+        out[...] = checkpoint.read(name).reshape(shape)[index]
+        checkpoint.release(name)
+
+
+def fsdp_spec(shape: tuple[int, ...], mesh: Mesh, *, stacked: bool) -> PartitionSpec:
+    """Splits the largest dimension (a stack's layer axis aside) that the mesh axis `fsdp` divides; otherwise none."""
+    size = mesh.shape.get("fsdp", 1)
+    axes = [axis for axis in range(int(stacked), len(shape)) if size > 1 and shape[axis] % size == 0]
+    if not axes:
+        return PartitionSpec()
+    best = max(axes, key=lambda axis: shape[axis])
+    return PartitionSpec(*("fsdp" if axis == best else None for axis in range(len(shape))))

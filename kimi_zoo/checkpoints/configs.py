@@ -59,7 +59,8 @@ REQUIRED = (
 ).split()
 REQUIRED_MOE = ("num_experts", "num_experts_per_token", "moe_intermediate_size")
 
-# what an absent field means, where that is not the value of Kimi-Linear-48B-A3B (defaults of the published config class)
+# what an absent field means, where that is not the value of Kimi-Linear-48B-A3B (defaults of the published config
+# class)
 ABSENT = {
     "num_shared_experts": 0,
     "routed_scaling_factor": 1.0,
@@ -71,11 +72,14 @@ ABSENT = {
 
 # kept as they are and written back: they describe a file or a program, not the computation
 INERT = frozenset(
-    "_name_or_path architectures attention_dropout attn_implementation auto_map cache_implementation chunk_size_feed_forward "
-    "dtype head_dim id2label ignore_index is_encoder_decoder label2id model_type output_attentions output_hidden_states "
-    "output_router_logits pretraining_tp problem_type quantization_config return_dict rope_parameters rope_scaling rope_theta "
-    "router_aux_loss_coef aux_loss_alpha seq_aux torch_dtype transformers_version unsloth_fixed unsloth_version use_bfloat16 "
-    "use_cache num_nextn_predict_layers kda_disable_fp8 sep_token_id decoder_start_token_id".split()
+    """
+    _name_or_path architectures attention_dropout attn_implementation auto_map cache_implementation
+    chunk_size_feed_forward dtype head_dim id2label ignore_index is_encoder_decoder label2id model_type
+    output_attentions output_hidden_states output_router_logits pretraining_tp problem_type quantization_config
+    return_dict rope_parameters rope_scaling rope_theta router_aux_loss_coef aux_loss_alpha seq_aux torch_dtype
+    transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache num_nextn_predict_layers
+    kda_disable_fp8 sep_token_id decoder_start_token_id
+    """.split()
 )
 
 # read below by rules of their own
@@ -103,7 +107,8 @@ OUTPUT_GATES = {None: None, "head_wise": "head_wise", "element_wise": "element_w
 def read_config(folder: str | Path) -> tuple[KimiLinearConfig, dict]:
     """The configuration of a checkpoint folder, and its `config.json` as a dict.
 
-    **Raises:** `CheckpointError` for a missing or malformed file, another model family, or anything `parse_config` refuses.
+    **Raises:** `CheckpointError` for a missing or malformed file, another model family, or anything `parse_config`
+    refuses.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -124,7 +129,8 @@ def parse_config(data: Mapping[str, object], *, complete: bool = False) -> KimiL
     Both styles are read: Moonshot's (`linear_attn_config` with 1-based layer numbers; a layer in neither list has full
     attention) and that of transformers (`layer_types`, `linear_*`), and every spelling in `SPELLINGS`.
 
-    **Arguments:** `complete`: refuse a file without the sizes in `REQUIRED`; otherwise those of Kimi-Linear-48B-A3B are taken.
+    **Arguments:** `complete`: refuse a file without the sizes in `REQUIRED`; otherwise those of Kimi-Linear-48B-A3B are
+    taken.
 
     **Raises:** `ValueError` that lists every field which is unknown, contradictory, not implemented or missing.
     """
@@ -155,7 +161,9 @@ def parse_config(data: Mapping[str, object], *, complete: bool = False) -> KimiL
     gate = "direct" if data.get("no_kda_lora") else "low_rank"
     heads = values.get("num_attention_heads", KimiLinearConfig.num_attention_heads)
     if data.get("num_key_value_heads", heads) not in (heads, None):
-        raise ValueError(f"num_key_value_heads {data['num_key_value_heads']} must equal num_attention_heads {heads} in MLA.")
+        raise ValueError(
+            f"num_key_value_heads {data['num_key_value_heads']} must equal num_attention_heads {heads} in MLA."
+        )
     config = KimiLinearConfig(
         layer_kinds=_layer_kinds(data, layers),
         mlp_kinds=_mlp_kinds(data, layers, bool(values["num_experts"])),
@@ -288,7 +296,9 @@ def _layer_kinds(data: Mapping[str, object], layers: int) -> tuple:
     if len(set(readings.values())) > 1:
         raise ValueError(f"layer_types and linear_attn_config name different layers: {readings}.")
     if not readings:
-        raise ValueError("neither linear_attn_config (with kda_layers, full_attn_layers) nor layer_types says which layers are KDA.")
+        raise ValueError(
+            "neither linear_attn_config (with kda_layers, full_attn_layers) nor layer_types says which layers are KDA."
+        )
     return next(iter(readings.values()))
 
 
@@ -306,7 +316,9 @@ def _mlp_kinds(data: Mapping[str, object], layers: int, sparse: bool) -> tuple:
         if not isinstance(first, int) or not isinstance(every, int) or first < 0 or every < 1:
             raise ValueError(f"first_k_dense_replace {first!r} or moe_layer_freq {every!r} makes no sense.")
         moe = lambda layer: sparse and layer >= first and layer % every == 0
-        readings["first_k_dense_replace and moe_layer_freq"] = tuple("moe" if moe(i) else "dense" for i in range(layers))
+        readings["first_k_dense_replace and moe_layer_freq"] = tuple(
+            "moe" if moe(i) else "dense" for i in range(layers)
+        )
     if len(set(readings.values())) > 1:
         raise ValueError(f"different kinds of layers are named: {readings}.")
     kinds = next(iter(readings.values()))

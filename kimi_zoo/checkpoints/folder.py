@@ -13,13 +13,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from kimi_zoo.checkpoints.configs import read_config, write_config
-from kimi_zoo.checkpoints.files import CheckpointError, aligned_empty, atomic_folder, join_problems, list_some, write_json
+from kimi_zoo.checkpoints.files import (
+    CheckpointError,
+    aligned_empty,
+    atomic_folder,
+    join_problems,
+    list_some,
+    write_json,
+)
 from kimi_zoo.checkpoints.quantized import dequantize
 from kimi_zoo.checkpoints.rows import EXPERT, Entry, get_leaf, shape_text
 from kimi_zoo.checkpoints.safetensors import AbstractCheckpoint, LazyTensor, open_checkpoint, save_tensors
@@ -29,16 +35,16 @@ from kimi_zoo.models.kimi_linear import KimiLinear, KimiLinearConfig, Published,
 logger = logging.getLogger("kimi_zoo")
 
 # files beside the weights that belong to the model for its users; copied as they are, never run
-CARRIED = (
-    "generation_config.json tokenizer.json tokenizer_config.json tiktoken.model tokenizer.model special_tokens_map.json "
-    "added_tokens.json vocab.json merges.txt chat_template.jinja chat_template.json"
-).split()
-FLOATS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+CARRIED = """
+    generation_config.json tokenizer.json tokenizer_config.json tiktoken.model tokenizer.model special_tokens_map.json
+    added_tokens.json vocab.json merges.txt chat_template.jinja chat_template.json
+    """.split()
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a parameter comes from: its row, the spelling and shape found, and the tensors, one per expert if there are several."""
+    """Where a parameter comes from: its row, the spelling and shape found, and the tensors, one per expert if there are
+    several."""
 
     entry: Entry
     spelling: tuple[int, int]
@@ -55,18 +61,20 @@ def from_pretrained(
     **Arguments:**
 
     - `path`: a folder with `config.json` and safetensors files.
-    - `dtype`: floating-point dtype to convert to while reading; `None` keeps the stored dtypes. `a_log`, `dt_bias` and the
-        router's balancing bias are float32 always.
-    - `mesh`: devices to spread the parameters over: each is split along its largest dimension that the mesh axis `fsdp` divides,
-        and each process reads its own slices only. `None` places them on the default device.
+    - `dtype`: floating-point dtype to convert to while reading; `None` keeps the stored dtypes. `a_log`, `dt_bias` and
+        the router's balancing bias are float32 always.
+    - `mesh`: devices to spread the parameters over: each is split along its largest dimension that the mesh axis `fsdp`
+        divides, and each process reads its own slices only. `None` places them on the default device.
     - `progress`: whether to show a progress bar.
 
-    **Raises:** `CheckpointError` (a `ValueError`) that lists everything which does not fit: the configuration, unreadable files, missing,
-    unexpected and wrongly shaped tensors.
+    **Raises:** `CheckpointError` (a `ValueError`) that lists everything which does not fit: the configuration,
+    unreadable files, missing, unexpected and wrongly shaped tensors.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder. Give the folder that holds config.json and the safetensors files.")
+        raise CheckpointError(
+            f"{folder} is not a folder. Give the folder that holds config.json and the safetensors files."
+        )
     config, raw = read_config(folder)
     with open_checkpoint(folder) as stored:
         checkpoint = dequantize(stored, raw)
@@ -77,14 +85,17 @@ def from_pretrained(
         tied_head, more = _leftovers(checkpoint, sources, config, root)
         problems += more
         if problems:
-            raise CheckpointError(f"{folder} does not hold the model that its config.json describes:\n" + join_problems(problems))
+            raise CheckpointError(
+                f"{folder} does not hold the model that its config.json describes:\n" + join_problems(problems)
+            )
         spellings = {source.entry.row.leaf: source.spelling for source in sources if source.spelling != (0, 0)}
         published = Published(root, tuple(sorted(spellings.items())), tied_head, str(folder.resolve()), json.dumps(raw))
         return _fill(with_published(skeleton, published), checkpoint, sources, dtype, mesh, progress)
 
 
 def to_tensors(model: KimiLinear) -> dict[str, jax.Array]:
-    """Published tensor name -> array, for a model or for anything of its shape, such as a gradient or an optimizer's moments.
+    """Published tensor name -> array, for a model or for anything of its shape, such as a gradient or an optimizer's
+    moments.
 
     Leaves that are `None` are left out. Names and shapes are those of the checkpoint that the model was loaded from.
     """
@@ -99,22 +110,25 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
 ) -> None:
-    """Writes a checkpoint folder in published layout, which transformers and mlx-lm read: weights, `config.json`, and the tokenizer and
-    generation files of the folder that the model was loaded from.
+    """Writes a checkpoint folder in published layout, which transformers and mlx-lm read: weights, `config.json`, and
+    the tokenizer and generation files of the folder that the model was loaded from.
 
     The folder appears at once and whole, or not at all.
 
     **Arguments:**
 
-    - `dtype`: floating-point dtype to store; `None` keeps that of each parameter. `a_log`, `dt_bias` and the router's balancing bias
-        are stored in float32 always.
+    - `dtype`: floating-point dtype to store; `None` keeps that of each parameter. `a_log`, `dt_bias` and the router's
+        balancing bias are stored in float32 always.
     - `max_shard_size`: bytes of tensors per file, or text such as `"200MB"`.
     - `overwrite`: whether an existing checkpoint folder may be replaced.
 
-    **Raises:** `CheckpointError` for an existing folder, or a model with a layer that the published layout has no names for.
+    **Raises:** `CheckpointError` for an existing folder, or a model with a layer that the published layout has no names
+    for.
     """
     outgoing = _outgoing(model)
-    expected = [entry.name(0).replace(EXPERT, "0") for entry in table.entries(model.config) if _leaf(model, entry) is None]
+    expected = [
+        entry.name(0).replace(EXPERT, "0") for entry in table.entries(model.config) if _leaf(model, entry) is None
+    ]
     if expected:
         raise CheckpointError(
             "This model cannot be written in the published layout, which has these parameters that it lacks: "
@@ -123,7 +137,9 @@ def save_pretrained(
     target = None if dtype is None else jnp.dtype(dtype)
     kept = lambda entry, leaf: leaf.dtype if target is None or entry.row.leaf in table.FLOAT32_LEAVES else target
     tensors = {
-        name: LazyTensor(shape, np.dtype(kept(entry, _leaf(model, entry))), _cast(take, kept(entry, _leaf(model, entry))))
+        name: LazyTensor(
+            shape, np.dtype(kept(entry, _leaf(model, entry))), _cast(take, kept(entry, _leaf(model, entry)))
+        )
         for name, (entry, shape, take) in outgoing.items()
     }
     sizes: dict[str, int] = {}
@@ -148,7 +164,11 @@ def _find_root(checkpoint: AbstractCheckpoint, folder: Path) -> str:
     roots = [root for root in table.ROOTS if f"{root}model.embed_tokens.weight" in checkpoint]
     if len(roots) != 1:
         expected = " or ".join(f"{root}model.embed_tokens.weight" for root in table.ROOTS)
-        found = "both" if roots else f"neither among its {len(checkpoint)} tensors, such as {list_some(list(checkpoint)[:5])}"
+        found = (
+            "both"
+            if roots
+            else f"neither among its {len(checkpoint)} tensors, such as {list_some(list(checkpoint)[:5])}"
+        )
         raise CheckpointError(f"{folder} should hold one tensor {expected}; it has {found}.")
     return roots[0]
 
@@ -170,7 +190,9 @@ def _match(
         present = [checkpoint.tensors[name] for name in names if name not in missing]
         wrong = [info for info in present if info.shape not in shapes]
         problems += [f"{i.name} has shape {list(i.shape)}; expected {shape_text(shapes)}" for i in wrong]
-        problems += [f"{i.name} is stored as {i.dtype}; expected floating point" for i in present if not _floating(i.dtype)]
+        problems += [
+            f"{i.name} is stored as {i.dtype}; expected floating point" for i in present if not _floating(i.dtype)
+        ]
         if not missing and not wrong:
             sources.append(Source(entry, (spelling, shapes.index(present[0].shape)), names))
     return sources, problems
@@ -202,7 +224,10 @@ def _leftovers(
     extra = rf"{re.escape(root)}model\.layers\.(\d+)\..*"
     predicted = [name for name in left if (m := re.fullmatch(extra, name)) and int(m[1]) >= config.num_hidden_layers]
     vision = [name for name in left if root and any(re.fullmatch(pattern, name) for pattern in table.VISION)]
-    for names, what in ((predicted, "layers past num_hidden_layers (multi-token prediction)"), (vision, "the vision part")):
+    for names, what in (
+        (predicted, "layers past num_hidden_layers (multi-token prediction)"),
+        (vision, "the vision part"),
+    ):
         if names:
             logger.info("Left out %d tensors of %s, such as %s.", len(names), what, names[0])
     known = {*predicted, *vision}

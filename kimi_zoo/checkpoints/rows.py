@@ -11,8 +11,8 @@ class Row:
     """One parameter of a block (or of the model), and the tensor published for it.
 
     - `leaf`: path of the parameter below the block, with dots.
-    - `names`: the tensor's name below the layer's prefix; published files use one of several spellings, the usual one first.
-        `{expert}` in it stands for the number of an expert: as many tensors as the parameter has rows.
+    - `names`: the tensor's name below the layer's prefix; published files use one of several spellings, the usual one
+        first. `{expert}` in it stands for the number of an expert: as many tensors as the parameter has rows.
     - `shapes`: the shapes that published files give it, the usual one first; none: the parameter's own.
     """
 

@@ -70,8 +70,8 @@ class LowRank(eqx.Module):
 class KDACache(eqx.Module):
     """What a KDA layer remembers of the tokens before: fixed in size, whatever their number.
 
-    `state` is the recurrent state; the windows hold the last `width - 1` raw inputs of each convolution (no channel where
-    the layer has no convolution).
+    `state` is the recurrent state; the windows hold the last `width - 1` raw inputs of each convolution (no channel
+    where the layer has no convolution).
     """
 
     state: Float32[Array, "*stack batch heads key_dim value_dim"]
@@ -84,8 +84,8 @@ class KimiDeltaAttention(eqx.Module):
     """Token mixing by the gated delta rule with a decay per channel.
 
     Projections to query, key and value; a short convolution with SiLU on each; L2 normalisation of query and key; the
-    recurrence `S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T`, `o_t = S_t^T q_t / sqrt(key_dim)`;
-    RMSNorm per head; a sigmoid output gate; the output projection.
+    recurrence `S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T`, read by
+    `o_t = S_t^T q_t / sqrt(key_dim)`; RMSNorm per head; a sigmoid output gate; the output projection.
 
     **Source:** Kimi Linear (arXiv:2510.26692), section 3; constructor arguments as Megatron-LM's module of this name.
     """
@@ -129,7 +129,8 @@ class KimiDeltaAttention(eqx.Module):
     ):
         """**Arguments:**
 
-        - `hidden_size`: width of the residual stream; `num_heads` heads of `head_dim` channels for query, key and value.
+        - `hidden_size`: width of the residual stream; `num_heads` heads of `head_dim` channels for query, key and
+            value.
         - `conv_size`: taps of the short convolutions; 0 leaves them, and their SiLU, out.
         - `decay_gate`, `output_gate`: `"low_rank"` goes through a bottleneck of `head_dim`, `"direct"` does not.
         - `safe_gate`: log-decays `lower_bound * sigmoid(exp(a_log) * (f + dt_bias))`, bounded, as in Ling 3; otherwise
@@ -137,11 +138,12 @@ class KimiDeltaAttention(eqx.Module):
         - `bias`: biases on the query, key, value and output projections; `conv_bias`: on the convolutions.
         - `conv_init`: see `ShortConvolution`. `std`: of projection weights, see `Linear`.
         - `A_init_range`: `exp(a_log)` is uniform on it. `dt_bias` is the inverse softplus of a step that is log-uniform
-            on [0.001, 0.1], floored at 1e-4. Both are drawn and kept in float32: bfloat16 could draw 0, whose log is -inf.
+            on [0.001, 0.1], floored at 1e-4. Both are drawn and kept in float32: bfloat16 could draw 0, whose log is
+            -inf.
         - `norm_eps`: of the RMSNorm on each head's output.
 
-        **Raises:** `ValueError` for sizes, ranges or bounds that make no layer. A `lower_bound` without `safe_gate` has no
-        effect and warns.
+        **Raises:** `ValueError` for sizes, ranges or bounds that make no layer. A `lower_bound` without `safe_gate` has
+        no effect and warns.
         """
         _check_sizes(hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim)
         if conv_size < 0:

@@ -75,7 +75,8 @@ class MLACache(eqx.Module):
     key_rope: Float[Array, "*stack batch capacity rope_dim"]
 
     def append(self, new: "MLACache", lengths: Int[Array, " batch"], real: Bool[Array, "batch seq"]) -> "MLACache":
-        """Writes the real tokens of `new`, a cache with one place per token, behind the `lengths` tokens of each row."""
+        """Writes the real tokens of `new`, a cache with one place per token, behind the `lengths` tokens of each
+        row."""
         capacity = self.latent.shape[-2]
         place = lengths[:, None] + jnp.cumsum(real, axis=1) - 1
         place = jnp.where(real, place, capacity)  # out of range: dropped
@@ -94,7 +95,8 @@ class MultiHeadLatentAttention(eqx.Module):
     share. With `rope=None` (Kimi Linear) nothing is rotated, and the shared part is used as it is. With a cache, the
     up-projections are absorbed into query and output and only latents are stored.
 
-    **Source:** DeepSeek-V2 (arXiv:2405.04434), section 2.1; Kimi Linear (arXiv:2510.26692) for the form without positions.
+    **Source:** DeepSeek-V2 (arXiv:2405.04434), section 2.1; Kimi Linear (arXiv:2510.26692) for the form without
+    positions.
     """
 
     query_proj: Linear | LowRankQuery
@@ -171,8 +173,8 @@ class MultiHeadLatentAttention(eqx.Module):
     ) -> Float[Array, "batch seq hidden_size"]:
         """Causal attention over whole rows.
 
-        **Arguments:** `segment_ids`: 1, 2, ... for packed documents, 0 for padding (whose output is 0); `positions`: read by
-        the rotary embedding only.
+        **Arguments:** `segment_ids`: 1, 2, ... for packed documents, 0 for padding (whose output is 0); `positions`:
+        read by the rotary embedding only.
         """
         query, (latent, key_rope) = self._queries(x, positions), self._latents(x, positions)
         key, value = self._expand(latent, key_rope)
@@ -197,8 +199,8 @@ class MultiHeadLatentAttention(eqx.Module):
     ) -> tuple[Float[Array, "batch seq hidden_size"], MLACache]:
         """Attends to the `lengths` cached tokens of each row and to the new ones, in order.
 
-        **Returns:** the output (0 where not `real`), and the new tokens' latents, for `MLACache.append`: apart, so that a stack of layers
-        writes to its caches once.
+        **Returns:** the output (0 where not `real`), and the new tokens' latents, for `MLACache.append`: apart, so that
+        a stack of layers writes to its caches once.
         """
         query, (latent, key_rope) = self._queries(x, positions), self._latents(x, positions)
         key, value = self._expand(latent, key_rope)

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from kimi_zoo.layers.linear import Linear
 from kimi_zoo.layers.mlp import MLP
 from kimi_zoo.ops.moe import expert_mlps, route
 

@@ -12,8 +12,8 @@ import jax.tree_util as jtu
 class LayerStack(eqx.Module):
     """Layers in order, stored as sections: a section is a unit of layers repeated `repeats` times.
 
-    `sections[s][u]` is the `u`-th layer of the unit, every array of it with a leading axis of length `repeats[s]`. Running
-    the stack traces and compiles each unit once. `stack[i]` is layer `i` without that axis.
+    `sections[s][u]` is the `u`-th layer of the unit, every array of it with a leading axis of length `repeats[s]`.
+    Running the stack traces and compiles each unit once. `stack[i]` is layer `i` without that axis.
     """
 
     sections: tuple[tuple[Any, ...], ...]
@@ -47,7 +47,8 @@ class LayerStack(eqx.Module):
     def replace(self, index: int, layer: Any) -> "LayerStack":
         """A stack with `layer` in the place of layer `index`.
 
-        A layer of the same structure, shapes and dtypes is written into the arrays of its section; another one splits the section.
+        A layer of the same structure, shapes and dtypes is written into the arrays of its section; another one splits
+        the section.
         """
         section, position, repeat = self.locate(index)
         unit, count = self.sections[section], self.repeats[section]
@@ -68,7 +69,8 @@ class LayerStack(eqx.Module):
         return LayerStack(sections, repeats)
 
     def map(self, function: Callable[[Any], Any]) -> "LayerStack":
-        """A stack of the same sections, holding `function(layer)` for every layer; called on a stacked layer at a time under `jax.vmap`."""
+        """A stack of the same sections, holding `function(layer)` for every layer; called on a stacked layer at a time
+        under `jax.vmap`."""
         return LayerStack(
             tuple(tuple(eqx.filter_vmap(function)(block) for block in unit) for unit in self.sections), self.repeats
         )
@@ -115,7 +117,8 @@ def stack_layers(layers: Sequence[Any]) -> LayerStack:
 
 
 def plan_sections(signatures: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Cuts a sequence into `(unit length, repeats)` so that the units, which are what is compiled, are fewest in sum."""
+    """Cuts a sequence into `(unit length, repeats)` so that the units, which are what is compiled, are fewest in
+    sum."""
     size = len(signatures)
     best: list[tuple[int, list[tuple[int, int]]]] = [(0, [])] * (size + 1)
     for start in range(size - 1, -1, -1):

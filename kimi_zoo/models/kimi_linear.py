@@ -1,4 +1,5 @@
-"""Kimi Linear: blocks of Kimi Delta Attention or latent attention, each followed by a dense or a mixture-of-experts block.
+"""Kimi Linear: blocks of Kimi Delta Attention or latent attention, each followed by a dense or a mixture-of-experts
+block.
 
 **Source:** Kimi Linear: An Expressive, Efficient Attention Architecture (arXiv:2510.26692).
 """
@@ -29,8 +30,8 @@ KIMI_LINEAR_48B_LAYERS = tuple("mla" if layer in (4, 8, 12, 16, 20, 24, 27) else
 class KimiLinearConfig:
     """Sizes and choices of a Kimi Linear model, named as in published `config.json` files.
 
-    The defaults are those of Kimi-Linear-48B-A3B. `layer_kinds` gives `"kda"` or `"mla"` per layer, `mlp_kinds` `"dense"` or
-    `"moe"`; published files say the same as lists of layer numbers (see `kimi_zoo.checkpoints.configs`).
+    The defaults are those of Kimi-Linear-48B-A3B. `layer_kinds` gives `"kda"` or `"mla"` per layer, `mlp_kinds`
+    `"dense"` or `"moe"`; published files say the same as lists of layer numbers (see `kimi_zoo.checkpoints.configs`).
     """
 
     vocab_size: int = 163840
@@ -117,9 +118,10 @@ def _config_problems(config: KimiLinearConfig) -> Iterator[str]:
             yield f'`moe_router_activation_func` is "sigmoid" or "softmax"; got {config.moe_router_activation_func!r}.'
         groups, kept, experts = config.num_expert_group, config.topk_group, config.num_experts
         if experts < 1 or groups < 1 or experts % groups or kept > groups:
-            yield f"{experts} `num_experts` cannot form {groups} equal `num_expert_group` of which {kept} `topk_group` are kept."
+            yield f"`num_experts` {experts}, `num_expert_group` {groups} and `topk_group` {kept} make no equal groups."
         elif config.num_experts_per_token > experts // groups * kept:
-            yield f"`num_experts_per_token` {config.num_experts_per_token} exceeds the {experts // groups * kept} experts to choose from."
+            chosen = config.num_experts_per_token
+            yield f"`num_experts_per_token` {chosen} exceeds the {experts // groups * kept} experts to choose from."
     try:
         check_lower_bound(config.kda_safe_gate, config.kda_lower_bound)
     except ValueError as error:
@@ -176,7 +178,8 @@ class KimiBlock(eqx.Module):
         positions: Int[Array, "batch seq"],
         real: Bool[Array, "batch seq"],
     ) -> tuple[Float[Array, "batch seq hidden_size"], KDACache | MLACache]:
-        """Continues behind `cache`. **Returns:** the residual stream, and the new `KDACache`, or the new tokens' latents."""
+        """Continues behind `cache`. **Returns:** the residual stream, and the new `KDACache`, or the new tokens'
+        latents."""
         mixed = self.input_norm(x)
         if isinstance(self.mixer, MultiHeadLatentAttention):
             mixed, cache = self.mixer.attend(mixed, cache, lengths=lengths, positions=positions, real=real)
@@ -246,8 +249,9 @@ def _mlp(config: KimiLinearConfig, layer: int, *, key: PRNGKeyArray) -> MLP | Mo
 class Published:
     """How the checkpoint that a model came from writes what can be written in several ways, so that it is saved alike.
 
-    `spellings` holds, per row of the checkpoint table, which of its names and shapes was found (0, the usual one, is left
-    out). `source` is the folder, from which tokenizer files are carried over; `config` the text of its `config.json`.
+    `spellings` holds, per row of the checkpoint table, which of its names and shapes was found (0, the usual one, is
+    left out). `source` is the folder, from which tokenizer files are carried over; `config` the text of its
+    `config.json`.
     """
 
     root: str = ""
@@ -258,9 +262,11 @@ class Published:
 
 
 class KimiLinearCache(eqx.Module):
-    """What a model remembers of every row: one `KDACache` or `MLACache` per layer, and how many tokens each row has seen.
+    """What a model remembers of every row: one `KDACache` or `MLACache` per layer, and how many tokens each row has
+    seen.
 
-    An ordinary pytree: save it with `equinox.tree_serialise_leaves`, restore it into `model.init_cache(batch, max_length)`.
+    An ordinary pytree: save it with `equinox.tree_serialise_leaves`, restore it into `model.init_cache(batch,
+    max_length)`.
     """
 
     layers: LayerStack
@@ -268,7 +274,8 @@ class KimiLinearCache(eqx.Module):
     max_length: int = eqx.field(static=True)
 
     def rewind(self, lengths: Int[Array, " batch"]) -> "KimiLinearCache":
-        """The cache as it was when each row had seen `lengths` tokens: possible only where every layer keeps all tokens.
+        """The cache as it was when each row had seen `lengths` tokens: possible only where every layer keeps all
+        tokens.
 
         **Raises:** `ValueError` if a layer holds a recurrent state, which cannot go back: keep the cache of the earlier
         moment (caches are immutable values), or prefill again.
@@ -295,8 +302,8 @@ class KimiLinear(eqx.Module):
         """Builds a model from scratch, in float32.
 
         Projections, experts, embedding and head are drawn from a normal of standard deviation
-        `config.initializer_range`; norms start at 1; convolutions, `a_log` and `dt_bias` as `KimiDeltaAttention` says; the
-        router's balancing bias at 0.
+        `config.initializer_range`; norms start at 1; convolutions, `a_log` and `dt_bias` as `KimiDeltaAttention` says;
+        the router's balancing bias at 0.
         """
         embedding_key, head_key, layers_key = jr.split(key, 3)
         std = config.initializer_range
@@ -320,8 +327,8 @@ class KimiLinear(eqx.Module):
 
         **Arguments:**
 
-        - `segment_ids`: 1, 2, ... for the documents packed in a row, 0 for padding; `None` means one document per row. No
-            document sees another, in attention, convolution or recurrent state.
+        - `segment_ids`: 1, 2, ... for the documents packed in a row, 0 for padding; `None` means one document per row.
+            No document sees another, in attention, convolution or recurrent state.
         - `positions`: of the tokens in their documents; by default they restart with each.
         """
         return self.logits(self.hidden_states(tokens, segment_ids=segment_ids, positions=positions))
@@ -367,8 +374,8 @@ class KimiLinear(eqx.Module):
 
         For a prompt at once, a prompt in pieces of any length, or one token at a time.
 
-        **Arguments:** `lengths`: how many of the tokens of each row are real, from the left; 0 leaves a row as it is. What
-        follows them is padding, which changes nothing; its logits mean nothing.
+        **Arguments:** `lengths`: how many of the tokens of each row are real, from the left; 0 leaves a row as it is.
+        What follows them is padding, which changes nothing; its logits mean nothing.
 
         **Raises:** an error if a row outgrows `cache.max_length` (at run time when lengths are traced).
         """
@@ -386,7 +393,8 @@ class KimiLinear(eqx.Module):
         *,
         lengths: Int[Array, " batch"] | None = None,
     ) -> tuple[Float[Array, "batch seq hidden_size"], KimiLinearCache]:
-        """As `decode`, but stops before the output head, and does not check `max_length`: tokens past it are forgotten."""
+        """As `decode`, but stops before the output head, and does not check `max_length`: tokens past it are
+        forgotten."""
         if tokens.shape[0] != cache.lengths.shape[0]:
             raise ValueError(f"`tokens` has {tokens.shape[0]} rows, the cache was made for {cache.lengths.shape[0]}.")
         places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -418,8 +426,8 @@ def with_published(model: KimiLinear, published: Published) -> KimiLinear:
 def replace_layer(model: KimiLinear, index: int, layer: object) -> KimiLinear:
     """A model with another layer at place `index`; the model given is left as it is.
 
-    **Arguments:** `layer`: a block, or any module that is called like one, or a function from the present block to a new
-    one. A block of the same structure is written into its stack; another one splits the stack.
+    **Arguments:** `layer`: a block, or any module that is called like one, or a function from the present block to a
+    new one. A block of the same structure is written into its stack; another one splits the stack.
 
     **Raises:** `IndexError` for a layer that does not exist; `TypeError` for something that is no layer.
     """

@@ -83,9 +83,9 @@ def latent_attention(
     """Causal attention of new tokens over themselves and over a cache of latents.
 
     New tokens are attended to through their own keys and values; cached ones in the absorbed form, scores from
-    `query_latent . latent + query_rope . key_rope` and values from `value_up latent`, so cached keys and values are never
-    expanded. The cache is read in blocks, as many as the longest row fills: the cost follows the tokens held, not the
-    capacity. Softmax statistics of both parts are merged exactly; everything is summed in float32.
+    `query_latent . latent + query_rope . key_rope` and values from `value_up latent`, so cached keys and values are
+    never expanded. The cache is read in blocks, as many as the longest row fills: the cost follows the tokens held, not
+    the capacity. Softmax statistics of both parts are merged exactly; everything is summed in float32.
 
     **Arguments:**
 

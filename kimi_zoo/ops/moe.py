@@ -30,7 +30,8 @@ def route(
 
     - `router_logits`: float32, since a rounding decides who is chosen.
     - `activation`: `"sigmoid"` or `"softmax"`, logits to scores.
-    - `renormalize`: whether the chosen scores are divided by their sum; `scale` multiplies the weights afterwards, once.
+    - `renormalize`: whether the chosen scores are divided by their sum; `scale` multiplies the weights afterwards,
+        once.
 
     **Raises:** `ValueError` for an unknown activation or counts that do not fit one another.
 
@@ -69,11 +70,12 @@ def expert_mlps(
     *,
     limit: float | None = None,
 ) -> Float[Array, "tokens hidden"]:
-    """`sum_k expert_weights[t, k] * down_e(swiglu(gate_e(x_t), up_e(x_t)))` with `e = expert_ids[t, k]`: no token is dropped.
+    """`sum_k expert_weights[t, k] * down_e(swiglu(gate_e(x_t), up_e(x_t)))` with `e = expert_ids[t, k]`: no token is
+    dropped.
 
     The form is chosen by size and by the platform that the program is lowered to: few tokens go through every expert,
-    or through the chosen ones' weights alone; many are sorted by expert, on CPU into blocks of `BLOCK_ROWS` rows, elsewhere
-    into one ragged matmul.
+    or through the chosen ones' weights alone; many are sorted by expert, on CPU into blocks of `BLOCK_ROWS` rows,
+    elsewhere into one ragged matmul.
 
     **Arguments:** `limit`: see `swiglu`.
     """

@@ -68,8 +68,8 @@ def apply_rope(
     """Rotates channel pairs of `x` by `positions * frequencies`, computed in float32.
 
     `interleaved` pairs channels (0, 1), (2, 3), ... and gives them back as (first halves, second halves), as DeepSeek's
-    code does (queries and keys are permuted alike, so scores are those of the rotation in place); otherwise channel `i` is
-    paired with `i + dim / 2`.
+    code does (queries and keys are permuted alike, so scores are those of the rotation in place); otherwise channel `i`
+    is paired with `i + dim / 2`.
     """
     angle = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies)
     cos, sin = (concentration * f(angle)[:, :, None] for f in (jnp.cos, jnp.sin))

@@ -21,8 +21,8 @@ def short_convolution(
     **Arguments:**
 
     - `window`: the `width - 1` raw inputs before `x`, oldest first, as returned by the call before.
-    - `segment_ids`: 1, 2, ... for packed documents, 0 for padding, anywhere in a row. A document sees only its own tokens, as
-        if padding were not there (`window` belongs to the row's first document); the output at padding is 0.
+    - `segment_ids`: 1, 2, ... for packed documents, 0 for padding, anywhere in a row. A document sees only its own
+        tokens, as if padding were not there (`window` belongs to the row's first document); the output at padding is 0.
     - `activation`: `"silu"` or `None`.
 
     **Returns:** the output, in the dtype of `x`, and the window for the next call: the last `width - 1` real inputs of
@@ -62,7 +62,8 @@ def _extend(x: Array, window: Array | None, width: int) -> Array:
 
 
 def _shifted(x: Array, window: Array | None, width: int) -> tuple[list[Array], Array]:
-    """The inputs `x_{t-j}` for `j = 0 .. width - 1`, and the next window, of rows that hold one document and no padding."""
+    """The inputs `x_{t-j}` for `j = 0 .. width - 1`, and the next window, of rows that hold one document and no
+    padding."""
     seq = x.shape[1]
     extended = _extend(x, window, width)
     shifted = [extended[:, width - 1 - j : width - 1 - j + seq] for j in range(width)]

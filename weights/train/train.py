@@ -1,8 +1,9 @@
 """Trains the bundled model: a small Kimi Linear on Python's own standard library.
 
 Run as `python weights/train/train.py DATA RUN`, where DATA is the folder that `tokenizer.py` wrote. RUN receives
-`metrics.jsonl`, `state.eqx` (to resume: run the same command again) and, at the end, `model/`, a published-style checkpoint in
-bfloat16. Muon moves the matrices, Adam the rest; the router's bias is moved by load alone, as in DeepSeek-V3.
+`metrics.jsonl`, `state.eqx` (to resume: run the same command again) and, at the end, `model/`, a published-style
+checkpoint in bfloat16. Muon moves the matrices, Adam the rest; the router's bias is moved by load alone, as in
+DeepSeek-V3.
 """
 
 import argparse
@@ -50,7 +51,8 @@ LOSS_ROWS = 1024  # tokens whose logits exist at once
 
 
 def batches(stream: np.ndarray, *, rows: int, length: int, seed: int):
-    """Endless batches of `rows` pieces of `length + 1` tokens; every epoch cuts the stream at another offset, and shuffles."""
+    """Endless batches of `rows` pieces of `length + 1` tokens; every epoch cuts the stream at another offset, and
+    shuffles."""
     epoch = 0
     while True:
         random = np.random.default_rng((seed, epoch))

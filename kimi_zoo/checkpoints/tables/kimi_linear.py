@@ -45,7 +45,8 @@ NORM_ROWS = (
 
 
 def kda_rows(config: KimiLinearConfig) -> tuple[Row, ...]:
-    """Kimi Delta Attention. Taps of a convolution are published as `[channels, 1, width]`, or without the middle axis."""
+    """Kimi Delta Attention. Taps of a convolution are published as `[channels, 1, width]`, or without the middle
+    axis."""
     heads, dim, width = config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim
     taps = ((heads * dim, 1, width), (heads * dim, width))
     convolutions = (

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
 
 from kimi_zoo.layers.linear import Linear
@@ -203,7 +204,7 @@ class KimiDeltaAttention(eqx.Module):
         )
         return self._finish(x, output)
 
-    def init_cache(self, batch: int, dtype: jnp.dtype) -> KDACache:
+    def init_cache(self, batch: int, dtype: DTypeLike) -> KDACache:
         """The cache before the first token; windows are kept in `dtype`, the state in float32."""
         heads, head_dim = self.dt_bias.shape
         convolutions = (self.query_conv, self.key_conv, self.value_conv)

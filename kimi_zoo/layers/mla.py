@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from kimi_zoo.layers.linear import Linear
@@ -181,7 +182,7 @@ class MultiHeadLatentAttention(eqx.Module):
         output = causal_attention(query, key, value, scale=self.scale, segment_ids=segment_ids)
         return self._finish(x, output)
 
-    def init_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> MLACache:
+    def init_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> MLACache:
         """An empty cache for `capacity` tokens a row."""
         rank = self.kv_norm.weight.shape[-1]
         return MLACache(
@@ -202,6 +203,7 @@ class MultiHeadLatentAttention(eqx.Module):
         **Returns:** the output (0 where not `real`), and the new tokens' latents, for `MLACache.append`: apart, so that
         a stack of layers writes to its caches once.
         """
+        x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))  # 0 * NaN is NaN: padding must not reach the products
         query, (latent, key_rope) = self._queries(x, positions), self._latents(x, positions)
         key, value = self._expand(latent, key_rope)
         key_up, value_up = jnp.split(self._kv_up(x.dtype), [self.qk_nope_head_dim], axis=1)

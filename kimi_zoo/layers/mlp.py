@@ -14,14 +14,14 @@ class MLP(eqx.Module):
     gate_proj: Linear
     up_proj: Linear
     down_proj: Linear
-    limit: float | None = eqx.field(static=True)
+    limit: float | int | None = eqx.field(static=True)
 
     def __init__(
         self,
         hidden_size: int,
         intermediate_size: int,
         *,
-        limit: float | None = None,
+        limit: float | int | None = None,
         std: float | None = None,
         key: PRNGKeyArray,
     ):

@@ -92,9 +92,11 @@ class MoE(eqx.Module):
     router: Router
     experts: Experts
     shared: MLP | None
-    limit: float | None = eqx.field(static=True)
+    limit: float | int | None = eqx.field(static=True)
 
-    def __init__(self, router: Router, experts: Experts, shared: MLP | None = None, *, limit: float | None = None):
+    def __init__(
+        self, router: Router, experts: Experts, shared: MLP | None = None, *, limit: float | int | None = None
+    ):
         """**Arguments:** `limit`: clamp of the routed experts' SwiGLU, see `swiglu`; the shared ones have their own."""
         self.router = router
         self.experts = experts

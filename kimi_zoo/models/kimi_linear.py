@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32, PRNGKeyArray
 
 from kimi_zoo.layers.kda import KDACache, KimiDeltaAttention, check_lower_bound
@@ -163,7 +164,7 @@ class KimiBlock(eqx.Module):
         x = x + mixed
         return x + self.mlp(self.post_norm(x))
 
-    def init_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> KDACache | MLACache:
+    def init_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> KDACache | MLACache:
         """What this block remembers, before the first token."""
         if isinstance(self.mixer, MultiHeadLatentAttention):
             return self.mixer.init_cache(batch, capacity, dtype)

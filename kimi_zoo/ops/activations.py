@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 
 def swiglu(
-    gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"], limit: float | None = None
+    gate: Float[Array, "*batch dim"], up: Float[Array, "*batch dim"], limit: float | int | None = None
 ) -> Float[Array, "*batch dim"]:
     """`silu(gate) * up`; with a `limit` L, `min(silu(gate), L) * clip(up, -L, L)`. A limit of 0 or `None` means none.
 

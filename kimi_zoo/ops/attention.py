@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kimi_zoo.ops.packing import segment_runs
+
 MASKED = -1e30  # finite, so that a fully masked row gives weights of 0 after the final mask instead of NaN
 
 
@@ -27,7 +29,9 @@ def causal_attention(
     **Returns:** the attention output in the dtype of `value`.
     """
     seq = query.shape[1]
-    if segment_ids is not None:  # 0 * NaN is NaN: values at padding must not reach the products
+    if segment_ids is not None:
+        segment_ids = segment_runs(segment_ids)
+        # 0 * NaN is NaN: what padding holds must not reach the products
         value = jnp.where((segment_ids > 0)[..., None, None], value, jnp.zeros((), value.dtype))
         key = jnp.where((segment_ids > 0)[..., None, None], key, jnp.zeros((), key.dtype))
     block = _attend_block

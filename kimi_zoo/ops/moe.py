@@ -68,7 +68,7 @@ def expert_mlps(
     up: Float[Array, "experts inner hidden"],
     down: Float[Array, "experts hidden inner"],
     *,
-    limit: float | None = None,
+    limit: float | int | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """`sum_k expert_weights[t, k] * down_e(swiglu(gate_e(x_t), up_e(x_t)))` with `e = expert_ids[t, k]`: no token is
     dropped.
@@ -91,14 +91,14 @@ def expert_mlps(
     )
 
 
-def _mlp(x: Array, gate: Array, up: Array, down: Array, limit: float | None) -> Array:
+def _mlp(x: Array, gate: Array, up: Array, down: Array, limit: float | int | None) -> Array:
     """One expert over the rows of `x`."""
     inner = swiglu(x @ gate.T.astype(x.dtype), x @ up.T.astype(x.dtype), limit)
     return inner @ down.T.astype(x.dtype)
 
 
 def _chosen(
-    x: Array, expert_ids: Array, expert_weights: Array, gate: Array, up: Array, down: Array, limit: float | None
+    x: Array, expert_ids: Array, expert_weights: Array, gate: Array, up: Array, down: Array, limit: float | int | None
 ) -> Array:
     """Reads the weights of the chosen experts only, one (token, expert) pair after another."""
     top_k = expert_ids.shape[1]
@@ -113,7 +113,7 @@ def _chosen(
 
 
 def _dense(
-    x: Array, expert_ids: Array, expert_weights: Array, gate: Array, up: Array, down: Array, limit: float | None
+    x: Array, expert_ids: Array, expert_weights: Array, gate: Array, up: Array, down: Array, limit: float | int | None
 ) -> Array:
     """Every expert over every token; those that were not chosen weigh 0."""
     experts = gate.shape[0]
@@ -131,7 +131,7 @@ def _dense(
 
 
 def _blocks(
-    x: Array, expert_ids: Array, expert_weights: Array, gate: Array, up: Array, down: Array, limit: float | None
+    x: Array, expert_ids: Array, expert_weights: Array, gate: Array, up: Array, down: Array, limit: float | int | None
 ) -> Array:
     """Rows sorted by expert, each expert's padded to whole blocks, one batched matmul over the blocks."""
     tokens, top_k = expert_ids.shape
@@ -157,7 +157,7 @@ def _blocks(
 
 
 def _ragged(
-    x: Array, expert_ids: Array, expert_weights: Array, gate: Array, up: Array, down: Array, limit: float | None
+    x: Array, expert_ids: Array, expert_weights: Array, gate: Array, up: Array, down: Array, limit: float | int | None
 ) -> Array:
     """Rows sorted by expert, one ragged matmul per weight."""
     tokens, top_k = expert_ids.shape

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kimi_zoo.ops.packing import segment_runs
+
 
 def short_convolution(
     x: Float[Array, "batch seq channels"],
@@ -73,6 +75,7 @@ def _shifted(x: Array, window: Array | None, width: int) -> tuple[list[Array], A
 def _segmented(x: Array, window: Array | None, width: int, segment_ids: Array) -> tuple[list[Array], Array]:
     """As `_shifted`, reading only tokens of the same document: other positions give 0."""
     batch, seq = segment_ids.shape
+    segment_ids = segment_runs(segment_ids)
     real = segment_ids > 0
     x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))  # whatever padding holds, NaN included, must not spread
     extended = _extend(x, window, width)

@@ -137,10 +137,15 @@ def matrices(params) -> object:
 
 
 def make_optimizer(peak: float, steps: int) -> optax.GradientTransformation:
-    """Muon at AdamW's step size (arXiv:2502.16982), warm-up and cosine decay."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, min(100, steps // 10), steps, peak * 0.01)
+    """Muon at AdamW's step size (arXiv:2502.16982), Adam at half of it; warm-up, then cosine decay."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, min(40, steps // 10), steps, peak * 0.01)
     muon = optax.contrib.muon(
-        schedule, weight_decay=0.1, consistent_rms=0.2, muon_weight_dimension_numbers=matrices, adam_b2=0.95
+        schedule,
+        weight_decay=0.1,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=matrices,
+        adam_learning_rate=lambda count: schedule(count) / 2,
+        adam_b2=0.95,
     )
     return optax.chain(optax.clip_by_global_norm(1.0), muon)
 
@@ -196,10 +201,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=1100)
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--peak", type=float, default=4e-3, help="learning rate after warm-up")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--peak", type=float, default=6e-3, help="learning rate after warm-up")
     parser.add_argument("--every", type=int, default=50, help="steps between evaluations and saved states")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -19,7 +19,7 @@ from kimi_zoo.checkpoints.safetensors_header import DTYPE_NAMES
 LOADED_FAMILIES = {"kimi_linear": "Kimi Linear"}
 """`model_type` of each family that can be loaded -> its name."""
 
-PARTS = (
+PARTS: tuple[str, ...] = (
     "embedding",
     "KDA",
     "MLA",
@@ -121,7 +121,8 @@ def summarize(path: str | Path) -> Summary:
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, dict) else config
     model_type = config.get("model_type") if isinstance(config.get("model_type"), str) else None
     with open_checkpoint(path) as stored:
         plain, problem = _plain_tensors(stored, config)

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -112,8 +111,8 @@ def _number[T: (int, float)](
         try:
             value = kind(text)
         except ValueError:
-            value = math.nan
-        if not (low < value if above else low <= value) or not value <= high:
+            value = None
+        if value is None or not (low < value if above else low <= value) or not value <= high:
             name = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"expected {name} {limits}; got {text!r}")
         return value

@@ -94,9 +94,7 @@ def heading(summary: Summary) -> str:
         lines.append(f"  {summary.parameters:,} parameters{active}")
     if summary.routing is not None:
         chosen, experts = summary.routing
-        lines.append(
-            f"  {chosen} of {experts} experts per token in {sum(x.mlp == 'moe' for x in summary.layers)} layers"
-        )
+        lines.append(f"  {chosen} of {experts} experts per token")
     stored = sum(nbytes for _, nbytes in summary.dtypes.values())
     lines.append(f"  {len(summary.tensors)} tensors, {byte_text(stored)}")
     return "\n".join(lines)
@@ -114,8 +112,7 @@ def pattern(summary: Summary, width: int | None) -> str:
         f"  {letter}  {MIXER_NAMES[layer.mixer]}, then {MLP_NAMES[layer.mlp]}: {count} layer{'s' * (count != 1)}"
         for letter, (layer, count) in counts.items()
     ]
-    indent = {"initial_indent": "  ", "subsequent_indent": "  "}
-    drawn = "  " + line if width is None else textwrap.fill(line, width, **indent)
+    drawn = "  " + line if width is None else textwrap.indent(textwrap.fill(line, width - 2), "  ")
     return "\n".join([f"{len(summary.layers)} layers", drawn, *legend])
 
 
@@ -163,8 +160,8 @@ def config_text(summary: Summary, width: int | None) -> str:
     if not shown:
         return ""
     line = ", ".join(f"{name} {json.dumps(value)}" for name, value in shown.items())
-    indent = {"initial_indent": "  ", "subsequent_indent": "  "}
-    return "Configuration\n" + textwrap.fill(line, width or 100, break_long_words=False, **indent)
+    filled = textwrap.fill(line, (width or 100) - 2, break_long_words=False)
+    return "Configuration\n" + textwrap.indent(filled, "  ")
 
 
 def files(summary: Summary) -> str:

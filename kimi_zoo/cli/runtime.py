@@ -81,10 +81,10 @@ class CompileClock:
         self._spans: list[tuple[float, float]] = []
         jax.monitoring.register_event_duration_secs_listener(self._record)
 
-    def _record(self, event: str, duration: float, **_details: object) -> None:
+    def _record(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event.startswith("/jax/core/compile/"):
             now = time.perf_counter()
-            self._spans.append((now - duration, now))
+            self._spans.append((now - duration_secs, now))
 
     def between(self, start: float, end: float) -> float:
         """Seconds of compiling from `start` to `end`, on the clock of `time.perf_counter`."""

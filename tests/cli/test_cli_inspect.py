@@ -76,7 +76,7 @@ def test_report_for_people(capsys):
     out = capsys.readouterr().out
     for line in (
         "  Kimi Linear (model_type kimi_linear)",
-        "  2 of 4 experts per token in 1 layers",
+        "  2 of 4 experts per token",
         "  K m",
         "  K  KDA, then dense MLP: 1 layer",
         "  m  MLA, then mixture of experts: 1 layer",

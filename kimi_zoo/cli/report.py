@@ -159,9 +159,9 @@ def config_text(summary: Summary, width: int | None) -> str:
         shown |= {f"linear_attn_config.{name}": inner[name] for name in LINEAR_FIELDS if name in inner}
     if not shown:
         return ""
-    line = ", ".join(f"{name} {json.dumps(value)}" for name, value in shown.items())
+    line = ", ".join(f"{name}\xa0{json.dumps(value)}" for name, value in shown.items())  # no line break between them
     filled = textwrap.fill(line, (width or 100) - 2, break_long_words=False)
-    return "Configuration\n" + textwrap.indent(filled, "  ")
+    return "Configuration\n" + textwrap.indent(filled.replace("\xa0", " "), "  ")
 
 
 def files(summary: Summary) -> str:

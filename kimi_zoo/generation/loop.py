@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,8 +25,17 @@ from kimi_zoo.generation.prompts import (
     row_keys,
 )
 from kimi_zoo.generation.sampling import NON_FINITE, make_sampling
-from kimi_zoo.generation.steps import DecodeState, Run, decode_block, prefill_piece
+from kimi_zoo.generation.steps import (
+    DecodeState,
+    Run,
+    copied_cache,
+    decode_block,
+    empty_cache,
+    prefill_piece,
+    returned_cache,
+)
 from kimi_zoo.generation.text import Released, StopStrings, TextDecoder, TextStream
+from kimi_zoo.generation.unstack import stack_plan, unstack_views
 
 FinishReason = Literal["eos", "stop_string", "length"]
 
@@ -70,8 +78,15 @@ class TokenStream(Iterator[GeneratedToken]):
             for row, prompt in enumerate(prompts):
                 seen[row, prompt] = True
             seen = jnp.array(seen)
-        self._run = run
+        self._plan = stack_plan(run.model)
+        self._run = run  # what feeds the prompts, a scan over the layers, and what decodes:
+        self._decode_run = run if self._plan is None else run._replace(model=unstack_views(run.model))
         self._options = options
+        if cache is None:
+            size = cache_size(max(len(prompt) for prompt in prompts) + options.max_new_tokens)
+            cache = empty_cache(run.model, len(prompts), size, self._plan)
+        else:
+            cache = copied_cache(cache, self._plan)
         self._state = DecodeState(cache, jnp.zeros(len(prompts), jnp.int32), seen)
         self._rows = [_Row(row, options) for row in range(len(prompts))]
         self._events = self._generate(prompts)
@@ -98,12 +113,12 @@ class TokenStream(Iterator[GeneratedToken]):
         if not self._newest_consumed:
             self._decode(np.ones(len(self._rows), bool), self._options.max_new_tokens, 1)
             self._newest_consumed = True
-        return self._state.cache
+        return returned_cache(self._state.cache, self._plan)
 
     def _generate(self, prompts: list[np.ndarray]) -> Iterator[GeneratedToken]:
         limit = self._options.max_new_tokens
         for tokens, lengths, ends in prompt_pieces(prompts, self._options.prefill_chunk_size):
-            inputs = (self._run, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(ends))
+            inputs = (self._run, self._plan, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(ends))
             block, self._state = prefill_piece(inputs, self._state)
             if limit > 0 and ends.any():
                 first_tokens, first_log_probs = jax.device_get(block)
@@ -123,7 +138,7 @@ class TokenStream(Iterator[GeneratedToken]):
 
     def _decode(self, active: np.ndarray, done: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
         first, count = jnp.asarray(done, jnp.int32), jnp.asarray(steps, jnp.int32)
-        inputs = (self._run, jnp.asarray(active), first, count, self._options.steps_per_dispatch)
+        inputs = (self._decode_run, jnp.asarray(active), first, count, self._options.steps_per_dispatch)
         block, self._state = decode_block(inputs, self._state)
         tokens, log_probs = jax.device_get(block)
         return tokens, log_probs
@@ -335,12 +350,8 @@ def stream_generate(
         repetition_penalty=_first(repetition_penalty, config.repetition_penalty),
     )
     keys = row_keys(key, len(ids))
-    if cache is None:
-        longest = max(len(prompt) for prompt in ids)
-        cache = model.init_cache(len(ids), cache_size(longest + options.max_new_tokens))
-    else:
+    if cache is not None:
         check_room(cache, ids, options.max_new_tokens)
-        cache = jax.tree.map(lambda leaf: leaf.copy() if eqx.is_array(leaf) else leaf, cache)
     slots = -(-max(len(options.eos_ids), 1) // EOS_SLOTS) * EOS_SLOTS
     eos = np.full(slots, NO_TOKEN, np.int32)
     eos[: len(options.eos_ids)] = sorted(options.eos_ids)

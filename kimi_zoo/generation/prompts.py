@@ -114,7 +114,7 @@ def row_keys(key: Array | int, batch: int) -> Key[Array, " batch"]:
 
 def cache_size(tokens: int) -> int:
     """Returns the room to make for so many tokens: rounded up, by a quarter at most, so that few sizes get compiled."""
-    step = max(64, 1 << max(tokens.bit_length() - 3, 0))
+    step = max(256, 1 << max(tokens.bit_length() - 3, 0))
     return -(-tokens // step) * step
 
 

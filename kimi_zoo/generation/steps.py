@@ -1,4 +1,4 @@
-"""The two compiled parts of generation: a piece of the prompts, and a block of decoding steps.
+"""The compiled parts of generation: a piece of the prompts, and a block of decoding steps.
 
 Model, sampling values and eos ids are arguments, so models of one shape share a trace; the state is donated and updated
 in place. The number of steps in a block is a traced value: blocks of every length run the same compiled program.
@@ -13,6 +13,7 @@ import jax.random as jr
 from jaxtyping import Array, Bool, Float32, Int, Int32, Key
 
 from kimi_zoo.generation.sampling import Sampling, sample
+from kimi_zoo.generation.unstack import Plan, restack, unstack
 
 
 class Run(NamedTuple):
@@ -25,7 +26,10 @@ class Run(NamedTuple):
 
 
 class DecodeState(eqx.Module):
-    """What changes. `token` is the newest token of each row, which the cache has not yet consumed."""
+    """What changes. `token` is the newest token of each row, which the cache has not yet consumed.
+
+    The cache is taken apart as the decoding model is: see `unstack`.
+    """
 
     cache: Any
     token: Int32[Array, " batch"]
@@ -39,17 +43,41 @@ class Block(NamedTuple):
     log_probs: Float32[Array, "steps batch"]
 
 
+@eqx.filter_jit
+def empty_cache(model: Any, batch: int, max_length: int, plan: Plan | None) -> Any:
+    """The cache to begin with, for a model stacked as `plan` says (`None`: taken as it is)."""
+    cache = model.init_cache(batch, max_length)
+    return cache if plan is None else unstack(cache)
+
+
+@eqx.filter_jit
+def copied_cache(cache: Any, plan: Plan | None) -> Any:
+    """A caller's cache to begin with: a copy, which may be donated."""
+    cache = jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, cache)
+    return cache if plan is None else unstack(cache)
+
+
+@eqx.filter_jit
+def returned_cache(cache: Any, plan: Plan | None) -> Any:
+    """The cache in the form in which the model makes it."""
+    return cache if plan is None else restack(cache, plan)
+
+
 @eqx.filter_jit(donate="all-except-first")
 def prefill_piece(
-    inputs: tuple[Run, Int32[Array, "batch piece"], Int32[Array, " batch"], Bool[Array, " batch"]], state: DecodeState
+    inputs: tuple[Run, Plan | None, Int32[Array, "batch piece"], Int32[Array, " batch"], Bool[Array, " batch"]],
+    state: DecodeState,
 ) -> tuple[Block, DecodeState]:
     """Feeds one piece of the prompts; rows that end in it get their first new token.
 
-    `inputs` are the run, the right-padded tokens, how many are real in each row, and which rows end here. Only the last
-    real token of each row goes through the output head: over a whole piece, logits would be the largest array by far.
+    `inputs` are the run with the stacked model (how, says the plan), the right-padded tokens, how many are real in each
+    row, and which rows end here. Only the last real token of each row goes through the output head: over a whole piece,
+    logits would be the largest array by far.
     """
-    run, tokens, lengths, ends = inputs
-    hidden, cache = run.model.decode_hidden_states(tokens, state.cache, lengths=lengths)
+    run, plan, tokens, lengths, ends = inputs
+    cache = state.cache if plan is None else restack(state.cache, plan)
+    hidden, cache = run.model.decode_hidden_states(tokens, cache, lengths=lengths)
+    cache = cache if plan is None else unstack(cache)
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(hidden, last, axis=1)
     logits = run.model.logits(hidden)[:, 0]
@@ -79,8 +107,9 @@ def decode_block(
         step, active, block, state = carry
         lengths = None if batch == 1 else active.astype(jnp.int32)  # alone, a row that has ended ends the loop
         token = jnp.maximum(state.token, 0)[:, None]
-        logits, cache = run.model.decode(token, state.cache, lengths=lengths)
-        token, log_probs, seen = _choose(run, logits[:, 0], state.seen, active, first + step)
+        hidden, cache = run.model.decode_hidden_states(token, state.cache, lengths=lengths)
+        logits = run.model.logits(hidden)[:, 0]
+        token, log_probs, seen = _choose(run, logits, state.seen, active, first + step)
         block = Block(block.tokens.at[step].set(token), block.log_probs.at[step].set(log_probs))
         token = jnp.where(active, token, state.token)
         active = active & (token >= 0) & ~_is_eos(token, run.eos_ids)

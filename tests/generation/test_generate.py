@@ -188,7 +188,7 @@ def test_stream_gives_the_same_tokens(model, steps, ramp):
 
 
 class PoisonedModel(ToyModel):
-    """One of its logits becomes NaN or infinite when a row has consumed `at` tokens."""
+    """Its hidden state becomes NaN or infinite when a row has consumed `at` tokens."""
 
     at: int
     value: float
@@ -197,10 +197,10 @@ class PoisonedModel(ToyModel):
         super().__init__(key=key)
         self.at, self.value = at, value
 
-    def decode(self, tokens, cache, *, lengths=None):
-        logits, cache = super().decode(tokens, cache, lengths=lengths)
-        bad = (cache.lengths == self.at)[:, None, None] & (jnp.arange(logits.shape[-1]) == 2)
-        return jnp.where(bad, self.value, logits), cache
+    def decode_hidden_states(self, tokens, cache, *, lengths=None):
+        hidden, cache = super().decode_hidden_states(tokens, cache, lengths=lengths)
+        bad = (cache.lengths == self.at)[:, None, None] & (tokens.shape[1] == 1)
+        return jnp.where(bad, self.value, hidden), cache
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

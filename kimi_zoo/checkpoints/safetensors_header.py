@@ -158,7 +158,8 @@ def _parse_tensor(name: str, entry: Any, path: Path, data_start: int) -> TensorI
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{where} has dtype {str(dtype)[:100]!r}; known ones are {', '.join(DTYPES)}.")
-    if not _is_sizes(shape) or len(shape) > 32:
+    # numpy counts the bytes of an array without its zeros; keep that below 2**63 too
+    if not _is_sizes(shape) or len(shape) > 32 or math.prod(size or 1 for size in shape) >= 2**60:
         raise CheckpointError(f"{where} has shape {str(shape)[:100]}; expected a list of up to 32 sizes >= 0.")
     if not _is_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{where} has data_offsets {str(offsets)[:100]}; expected two numbers, begin and end.")
@@ -170,9 +171,4 @@ def _parse_tensor(name: str, entry: Any, path: Path, data_start: int) -> TensorI
 
 
 def _is_sizes(value: Any) -> bool:
-    # Numpy counts the bytes of an array without its zeros; keep that below 2**63 too.
-    return (
-        isinstance(value, list)
-        and all(type(item) is int and item >= 0 for item in value)
-        and math.prod(item or 1 for item in value) < 2**60
-    )
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**60 for item in value)

@@ -1,5 +1,6 @@
 import json
 import os
+import struct
 import subprocess
 import sys
 import weakref
@@ -440,3 +441,22 @@ def test_file_modes_follow_the_umask(tmp_path):
     finally:
         os.umask(previous)
     assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_tensors_far_into_a_large_file(tmp_path):
+    """Offsets beyond 1 GB: a sparse file, of which two tensors are looked at."""
+    size = 3_000_000_000
+    header = {
+        "big": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]},
+        "last": {"dtype": "F32", "shape": [2], "data_offsets": [size, size + 8]},
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path = tmp_path / "model.safetensors"
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.seek(size, 1)
+        file.write(np.asarray([1, 2], np.float32).tobytes())
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.read("last").tolist() == [1, 2]
+        assert checkpoint.read_slice("big", slice(size - 1, size)).tolist() == [0]

@@ -4,9 +4,14 @@ The public names are imported on first use, so that importing the package, and `
 """
 
 import importlib
+import importlib.metadata
 
 _MODULES = {
+    "kimi_zoo.bundled": ("bundled_weights", "find_weights"),
+    "kimi_zoo.checkpoints.configs": ("parse_config",),
+    "kimi_zoo.checkpoints.files": ("CheckpointError",),
     "kimi_zoo.checkpoints.folder": ("from_pretrained", "save_pretrained", "to_tensors"),
+    "kimi_zoo.generation.config": ("GenerationConfig", "read_generation_config"),
     "kimi_zoo.generation.loop": ("generate", "stream_generate"),
     "kimi_zoo.layers.kda": ("KDACache", "KimiDeltaAttention", "ShortConvolution"),
     "kimi_zoo.layers.linear": ("Embedding", "Linear"),
@@ -32,6 +37,8 @@ __all__ = sorted((*_HOME, *_SUBMODULES))
 
 
 def __getattr__(name: str):
+    if name == "__version__":
+        return importlib.metadata.version("kimi-zoo")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     if name in _SUBMODULES:

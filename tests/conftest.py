@@ -12,6 +12,7 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_disable_most_optimizations", True)  # nearly all the time goes into compiling: leave LLVM's out
 
 install_import_hook("kimi_zoo", "beartype.beartype")  # stays for the whole run
 

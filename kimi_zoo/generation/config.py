@@ -85,6 +85,12 @@ def read_generation_config(folder: str | os.PathLike[str]) -> GenerationConfig:
     return replace(GenerationConfig(eos_token_ids=eos), **given)
 
 
+def model_generation_config(model: Any) -> GenerationConfig:
+    """The defaults of the folder that a model was loaded from; those of `GenerationConfig` for a model from scratch."""
+    source = getattr(getattr(model, "published", None), "source", None)
+    return GenerationConfig() if source is None else read_generation_config(source)
+
+
 def _number[T: (int, float)](values: dict[str, Any], key: str, kind: type[T], path: Path) -> T | None:
     value = values.get(key)
     if value is None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kimi_zoo.generation.config import GenerationConfig, token_ids
+from kimi_zoo.generation.config import GenerationConfig, model_generation_config, token_ids
 from kimi_zoo.generation.prompts import (
     Prompts,
     cache_size,
@@ -91,7 +91,7 @@ class TokenStream(Iterator[GeneratedToken]):
         self._rows = [_Row(row, options) for row in range(len(prompts))]
         self._events = self._generate(prompts)
         self._exhausted = False
-        self._newest_consumed = options.max_new_tokens == 0
+        self._carried: Any = None
 
     def __next__(self) -> GeneratedToken:
         return next(self._events)
@@ -110,10 +110,11 @@ class TokenStream(Iterator[GeneratedToken]):
                 "A row ended at a stop string, so its cache has consumed tokens that were dropped, and a recurrent "
                 "state cannot go back. Prefill the text again, or end turns with `eos_ids`."
             )
-        if not self._newest_consumed:
-            self._decode(np.ones(len(self._rows), bool), self._options.max_new_tokens, 1)
-            self._newest_consumed = True
-        return returned_cache(self._state.cache, self._plan)
+        if self._carried is None:
+            if self._options.max_new_tokens > 0:  # the newest token of every row has not been consumed yet
+                self._decode(np.ones(len(self._rows), bool), self._options.max_new_tokens, 1)
+            self._carried = returned_cache(self._state.cache, self._plan)
+        return self._carried
 
     def _generate(self, prompts: list[np.ndarray]) -> Iterator[GeneratedToken]:
         limit = self._options.max_new_tokens
@@ -256,7 +257,8 @@ def generate(
     - `key`: a seed, one PRNG key, or one key per prompt. The new token number `t` of a row is drawn with
       `fold_in(key, t)`, never with the row's place in the batch: a seed gives a prompt the same text alone and in
       company. To draw several texts for one prompt, give it several times with keys of their own (`jax.random.split`).
-    - `generation_config`: defaults for the arguments above that are `None`; see `read_generation_config`.
+    - `generation_config`: defaults for the arguments above that are `None`; by default what the
+        `generation_config.json` of the model's folder says, see `read_generation_config`.
     - `cache`: go on from here, one row per prompt: from `model.init_cache`, `model.decode` or the `cache` of a finished
       stream. It is copied, not changed. By default an empty one of the right size.
     - `return_log_probs`: return the tokens and the log-probability of each: natural log, float32, under the model's own
@@ -330,7 +332,7 @@ def stream_generate(
 
     **Raises:** as `generate`.
     """
-    config = generation_config or GenerationConfig()
+    config = generation_config or model_generation_config(model)
     vocab_size = model.config.vocab_size
     ids = check_prompts(prompts, vocab_size)
     options = _Options(

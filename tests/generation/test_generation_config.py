@@ -1,10 +1,11 @@
 """Reading generation_config.json."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from kimi_zoo.generation.config import GenerationConfig, read_generation_config
+from kimi_zoo.generation.config import GenerationConfig, model_generation_config, read_generation_config
 
 
 def written(folder, values):
@@ -35,6 +36,14 @@ def test_read(tmp_path, values, expected):
 
 def test_folder_without_the_file(tmp_path):
     assert read_generation_config(tmp_path) == GenerationConfig()
+
+
+def test_defaults_of_the_folder_a_model_came_from(tmp_path):
+    written(tmp_path, {"temperature": 0.6, "eos_token_id": [5, 7]})
+    loaded = SimpleNamespace(published=SimpleNamespace(source=str(tmp_path)))
+    assert model_generation_config(loaded) == GenerationConfig(temperature=0.6, eos_token_ids=(5, 7))
+    assert model_generation_config(SimpleNamespace()) == GenerationConfig()
+    assert model_generation_config(SimpleNamespace(published=SimpleNamespace(source=None))) == GenerationConfig()
 
 
 def test_what_is_not_supported_is_named(tmp_path):

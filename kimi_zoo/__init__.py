@@ -33,7 +33,7 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 _SUBMODULES = ("checkpoints", "generation", "layers", "models", "ops")
 
-__all__ = sorted((*_HOME, *_SUBMODULES))
+__all__ = [*_HOME, *_SUBMODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str):
@@ -47,4 +47,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted(__all__)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex, final
 
+from kimi_zoo.bundled import find_weights
 from kimi_zoo.chat_templates import Mask, read_chat_template, render
 from kimi_zoo.checkpoints.files import CheckpointError, list_some, read_json
 
@@ -334,14 +335,15 @@ class JsonTokenizer(Tokenizer):
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Reads the tokenizer of a checkpoint folder: its `tokenizer.json`, or else its `tiktoken.model`.
+    """Reads the tokenizer of a checkpoint folder, or of bundled weights by name: its `tokenizer.json`, or else its
+    `tiktoken.model`.
 
     `tokenizer_config.json`, `generation_config.json`, `config.json` and `chat_template.jinja` are read where present.
     Nothing else is, and no code of the folder is run.
 
     **Raises:** `CheckpointError` naming the file if one cannot be read, or what is there if there is no tokenizer.
     """
-    folder = Path(path)
+    folder = find_weights(path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; a tokenizer is read from a checkpoint's folder.")
     _read_optional(folder / "tokenizer_config.json")  # a mistake in it explains more than what would follow from it

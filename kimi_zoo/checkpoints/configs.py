@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from kimi_zoo.checkpoints.safetensors import CheckpointError, read_json
 from kimi_zoo.models.kimi_linear import KimiLinearConfig
@@ -123,7 +124,7 @@ def read_config(folder: str | Path) -> tuple[KimiLinearConfig, dict]:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def parse_config(data: Mapping[str, object], *, complete: bool = False) -> KimiLinearConfig:
+def parse_config(data: Mapping[str, Any], *, complete: bool = False) -> KimiLinearConfig:
     """A `KimiLinearConfig` from the fields of a published `config.json`.
 
     Both styles are read: Moonshot's (`linear_attn_config` with 1-based layer numbers; a layer in neither list has full
@@ -135,7 +136,7 @@ def parse_config(data: Mapping[str, object], *, complete: bool = False) -> KimiL
     **Raises:** `ValueError` that lists every field which is unknown, contradictory, not implemented or missing.
     """
     problems: list[str] = list(_unknown(data))
-    values = dict(ABSENT)
+    values: dict[str, Any] = dict(ABSENT)
     for field, found in _spelled(data).items():
         distinct = {json.dumps(value) for value in found.values()}
         if len(distinct) > 1:
@@ -178,7 +179,7 @@ def parse_config(data: Mapping[str, object], *, complete: bool = False) -> KimiL
     return config
 
 
-def write_config(config: KimiLinearConfig, source: Mapping[str, object] | None, dtype: str) -> dict:
+def write_config(config: KimiLinearConfig, source: Mapping[str, Any] | None, dtype: str) -> dict:
     """The fields of `config.json` for a configuration, which `parse_config` reads back to an equal one.
 
     **Arguments:**
@@ -228,7 +229,7 @@ def _published(config: KimiLinearConfig) -> dict:
     return out
 
 
-def _unknown(data: Mapping[str, object]) -> Iterator[str]:
+def _unknown(data: Mapping[str, Any]) -> Iterator[str]:
     """Fields that are not implemented as they stand."""
     known = {name for names in SPELLINGS.values() for name in names} | INERT | STRUCTURAL | set(FIXED)
     known |= {"num_key_value_heads", "qk_head_dim"}
@@ -250,7 +251,7 @@ def _unknown(data: Mapping[str, object]) -> Iterator[str]:
         yield f"linear_attn_config must be an object; got {inner!r}"
 
 
-def _spelled(data: Mapping[str, object]) -> dict[str, dict[str, object]]:
+def _spelled(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Per field of ours, the values found under each of its names."""
     found = {field: {name: data[name] for name in names if name in data} for field, names in SPELLINGS.items()}
     inner = data.get("linear_attn_config")
@@ -261,7 +262,7 @@ def _spelled(data: Mapping[str, object]) -> dict[str, dict[str, object]]:
     return {field: values for field, values in found.items() if values}
 
 
-def _num_layers(data: Mapping[str, object]) -> int:
+def _num_layers(data: Mapping[str, Any]) -> int:
     stated = data.get("num_hidden_layers")
     types = data.get("layer_types")
     if stated is None:
@@ -273,7 +274,7 @@ def _num_layers(data: Mapping[str, object]) -> int:
     return stated
 
 
-def _layer_kinds(data: Mapping[str, object], layers: int) -> tuple:
+def _layer_kinds(data: Mapping[str, Any], layers: int) -> tuple:
     """`"kda"` or `"mla"` per layer."""
     readings = {}
     types = data.get("layer_types")
@@ -302,7 +303,7 @@ def _layer_kinds(data: Mapping[str, object], layers: int) -> tuple:
     return next(iter(readings.values()))
 
 
-def _mlp_kinds(data: Mapping[str, object], layers: int, sparse: bool) -> tuple:
+def _mlp_kinds(data: Mapping[str, Any], layers: int, sparse: bool) -> tuple:
     """`"dense"` or `"moe"` per layer."""
     readings = {}
     types = data.get("mlp_layer_types")

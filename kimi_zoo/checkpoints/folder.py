@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
+from kimi_zoo.bundled import find_weights
 from kimi_zoo.checkpoints.configs import read_config, write_config
 from kimi_zoo.checkpoints.files import (
     CheckpointError,
@@ -60,7 +61,7 @@ def from_pretrained(
 
     **Arguments:**
 
-    - `path`: a folder with `config.json` and safetensors files.
+    - `path`: a folder with `config.json` and safetensors files, or the name of bundled weights.
     - `dtype`: floating-point dtype to convert to while reading; `None` keeps the stored dtypes. `a_log`, `dt_bias` and
         the router's balancing bias are float32 always.
     - `mesh`: devices to spread the parameters over: each is split along its largest dimension that the mesh axis `fsdp`
@@ -70,7 +71,7 @@ def from_pretrained(
     **Raises:** `CheckpointError` (a `ValueError`) that lists everything which does not fit: the configuration,
     unreadable files, missing, unexpected and wrongly shaped tensors.
     """
-    folder = Path(path)
+    folder = find_weights(path)
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not a folder. Give the folder that holds config.json and the safetensors files."
@@ -326,8 +327,10 @@ def _read(
 
     if mesh is None:
         return jax.device_put(read(tuple(slice(None) for _ in shape)))
+    # sharding is left to the compiler: with explicit axes, every product over a split dimension would need an annotation
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     sharding = NamedSharding(mesh, fsdp_spec(shape, mesh, stacked=stacked))
-    return jax.make_array_from_callback(shape, sharding, lambda index: read(index))
+    return jax.make_array_from_callback(shape, sharding, lambda index: read(index or ()))
 
 
 def _copy(checkpoint: AbstractCheckpoint, name: str, shape: tuple, index: tuple[slice, ...], out: np.ndarray) -> None:

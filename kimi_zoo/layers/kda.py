@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from typing import Literal
+from typing import Literal, cast
 
 import equinox as eqx
 import jax
@@ -223,11 +223,19 @@ class KimiDeltaAttention(eqx.Module):
         query, key, value, windows = self._project(x, windows, segment_ids)
         decay = self._heads(self.decay_proj(x))
         beta = jax.nn.sigmoid(self.beta_proj(x).astype(jnp.float32))
-        gate = dict(
-            a_log=self.a_log, dt_bias=self.dt_bias, lower_bound=self.lower_bound, use_qk_l2norm=self.use_qk_l2norm
-        )
         if x.shape[1] == 1:
-            output, state = kda_step(query[:, 0], key[:, 0], value[:, 0], decay[:, 0], beta[:, 0], cache.state, **gate)
+            output, state = kda_step(
+                query[:, 0],
+                key[:, 0],
+                value[:, 0],
+                decay[:, 0],
+                beta[:, 0],
+                cache.state,
+                a_log=self.a_log,
+                dt_bias=self.dt_bias,
+                lower_bound=self.lower_bound,
+                use_qk_l2norm=self.use_qk_l2norm,
+            )
             output = output[:, None]
             state = jnp.where(real[:, 0, None, None, None], state, cache.state)
         else:
@@ -237,12 +245,15 @@ class KimiDeltaAttention(eqx.Module):
                 value,
                 decay,
                 beta,
+                a_log=self.a_log,
+                dt_bias=self.dt_bias,
+                lower_bound=self.lower_bound,
                 initial_state=cache.state,
                 output_final_state=True,
                 segment_ids=segment_ids,
-                **gate,
+                use_qk_l2norm=self.use_qk_l2norm,
             )
-        return self._finish(x, output), KDACache(state, *windows)
+        return self._finish(x, output), KDACache(cast(Array, state), *windows)
 
     def _project(self, x: Array, windows: tuple, segment_ids: Array | None) -> tuple[Array, Array, Array, tuple]:
         """Query, key and value per head, and the convolutions' next windows."""

@@ -20,8 +20,8 @@ class Linear(eqx.Module):
         - `std`: standard deviation of the normal the weight is drawn from; `in_features ** -0.5` by default.
         - `bias`: whether there is one; it starts at 0.
         """
-        std = in_features**-0.5 if std is None else std
-        self.weight = std * jr.normal(key, (out_features, in_features))
+        scale = in_features**-0.5 if std is None else std
+        self.weight = scale * jr.normal(key, (out_features, in_features))
         self.bias = jnp.zeros(out_features) if bias else None
 
     def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:

@@ -40,8 +40,8 @@ class Router(eqx.Module):
         key: PRNGKeyArray,
     ):
         """**Arguments:** see `kimi_zoo.ops.moe.route`; `std`: of the initial weights; the bias starts at 0."""
-        std = hidden_size**-0.5 if std is None else std
-        self.weight = std * jr.normal(key, (experts, hidden_size))
+        spread = hidden_size**-0.5 if std is None else std
+        self.weight = spread * jr.normal(key, (experts, hidden_size))
         self.score_bias = jnp.zeros(experts)
         self.top_k = top_k
         self.activation = activation

@@ -6,7 +6,7 @@ block.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, cast
 
 import equinox as eqx
 import jax
@@ -24,7 +24,9 @@ from kimi_zoo.layers.norm import RMSNorm
 from kimi_zoo.layers.stack import LayerStack, stack_layers
 from kimi_zoo.ops.packing import segment_positions
 
-KIMI_LINEAR_48B_LAYERS = tuple("mla" if layer in (4, 8, 12, 16, 20, 24, 27) else "kda" for layer in range(1, 28))
+LayerKind = Literal["kda", "mla"]
+PERIOD: tuple[LayerKind, ...] = ("kda", "kda", "kda", "mla")
+KIMI_LINEAR_48B_LAYERS: tuple[LayerKind, ...] = (*PERIOD * 6, "kda", "kda", "mla")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class KimiLinearConfig:
 
     vocab_size: int = 163840
     hidden_size: int = 2304
-    layer_kinds: tuple[Literal["kda", "mla"], ...] = KIMI_LINEAR_48B_LAYERS
+    layer_kinds: tuple[LayerKind, ...] = KIMI_LINEAR_48B_LAYERS
     mlp_kinds: tuple[Literal["dense", "moe"], ...] = ("dense",) + ("moe",) * 26
     intermediate_size: int = 9216
     rms_norm_eps: float = 1e-5
@@ -183,11 +185,12 @@ class KimiBlock(eqx.Module):
         latents."""
         mixed = self.input_norm(x)
         if isinstance(self.mixer, MultiHeadLatentAttention):
-            mixed, cache = self.mixer.attend(mixed, cache, lengths=lengths, positions=positions, real=real)
+            latents = cast(MLACache, cache)
+            mixed, update = self.mixer.attend(mixed, latents, lengths=lengths, positions=positions, real=real)
         else:
-            mixed, cache = self.mixer.extend(mixed, cache, real=real)
+            mixed, update = self.mixer.extend(mixed, cast(KDACache, cache), real=real)
         x = x + mixed
-        return x + self.mlp(self.post_norm(x)), cache
+        return x + self.mlp(self.post_norm(x)), update
 
 
 def _mixer(config: KimiLinearConfig, layer: int, *, key: PRNGKeyArray) -> KimiDeltaAttention | MultiHeadLatentAttention:

@@ -1,5 +1,7 @@
 """Mixture of experts: choosing experts, and running each token through the ones it chose."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
@@ -80,15 +82,14 @@ def expert_mlps(
     **Arguments:** `limit`: see `swiglu`.
     """
     tokens, top_k = expert_ids.shape
-    arguments = (x, expert_ids, expert_weights, gate, up, down)
     if tokens == 0:
         return x
     if tokens <= DENSE_TOKENS:
         few = 2 * tokens * top_k <= gate.shape[0]
-        return (_chosen if few else _dense)(*arguments, limit)
-    return jax.lax.platform_dependent(
-        *arguments, cpu=lambda *args: _blocks(*args, limit), default=lambda *args: _ragged(*args, limit)
-    )
+        return (_chosen if few else _dense)(x, expert_ids, expert_weights, gate, up, down, limit)
+    blocks, ragged = partial(_blocks, limit=limit), partial(_ragged, limit=limit)
+    arguments = (x, expert_ids, expert_weights, gate, up, down)
+    return jax.lax.platform_dependent(*arguments, cpu=blocks, default=ragged)
 
 
 def _mlp(x: Array, gate: Array, up: Array, down: Array, limit: float | int | None) -> Array:

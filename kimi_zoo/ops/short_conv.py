@@ -47,9 +47,9 @@ def short_convolution(
     else:
         inputs, next_window = _segmented(x, window, width, segment_ids)
     taps = weight.astype(jnp.float32)
-    y = sum(shifted.astype(jnp.float32) * taps[:, width - 1 - j] for j, shifted in enumerate(inputs))
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)
+    y = jnp.zeros(x.shape, jnp.float32) if bias is None else bias.astype(jnp.float32)
+    for j, shifted in enumerate(inputs):
+        y = y + shifted.astype(jnp.float32) * taps[:, width - 1 - j]
     if activation == "silu":
         y = jax.nn.silu(y)
     if segment_ids is not None:

@@ -201,7 +201,7 @@ def test_every_problem_is_listed(saved):
 
 
 def test_no_model_in_the_folder(tmp_path, saved):
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(CheckpointError, match="is no file or folder here, nor the name of bundled weights"):
         kz.from_pretrained(tmp_path / "nowhere")
     _, folder, _ = saved
     rewrite(folder, {"transformer.wte.weight": np.ones((2, 2), np.float32)})

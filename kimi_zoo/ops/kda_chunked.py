@@ -2,18 +2,24 @@
 
 With `G` the log-decay summed from the start of the chunk, the recurrence over a chunk that starts from state `S` is
 
-    (I + tril(A, -1)) U = beta * (V - (K * exp(G)) S),     A[i, j] = beta[i] * <K[i], exp(G[i] - G[j]) * K[j]>
-    output = (Q * exp(G)) S + tril(P) U,                   P[i, j] = <Q[i], exp(G[i] - G[j]) * K[j]>
-    state  = exp(G[-1]) * S + (K * exp(G[-1] - G))^T U
+    (I + A) U = beta * (V - (K * exp(G)) S)         A[i, j] = beta[i] * <K[i], exp(G[i] - G[j]) * K[j]>,  j < i
+    output    = (Q * exp(G)) S + P U                P[i, j] = <Q[i], exp(G[i] - G[j]) * K[j]>,            j <= i
+    state     = exp(G[-1]) * S + (K * exp(G[-1] - G))^T U
 
-`exp(-G[j])` would overflow, so decays between two tokens are never taken apart that way. The chunk is halved again and
-again, and a pair of tokens in different halves meets at the boundary between them: `exp(sum from the boundary to i)`
-times `exp(sum from j to the boundary)`. Both exponents are at most 0 for any gate, and each is summed outward from the
-boundary, so a strong decay elsewhere takes no digits away. The same halves invert the triangular matrix.
+`exp(-G[j])` would overflow, so the decay between two tokens is never taken apart that way. The chunk is halved again
+and again, and two tokens in different halves meet at the boundary between them: `exp(sum from the boundary to i)` times
+`exp(sum from j to the boundary)`. Both exponents are at most 0 for any gate, and each is summed outward from the
+boundary, never as a difference of longer sums, so a strong decay elsewhere takes no digits away. The same halves invert
+the triangular matrix. Within blocks of 16 tokens all halvings are done at once, with masks.
+
+The scan saves the state at the start of each chunk; its derivative recomputes the rest.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kimi_zoo.ops.kda_gates import Activation, activate_tokens
@@ -21,84 +27,171 @@ from kimi_zoo.ops.kda_recurrent import read_slot, write_slot
 from kimi_zoo.ops.packing import align_segments, segment_starts
 
 DEFAULT_CHUNK_SIZE = 64
+_BLOCK_SIZE = 16
+_LEAST_LOG_DECAY = -1e30  # stands for -inf, which would turn to NaN in a sum with weight 0; exp is 0 for both
+
+_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-def _halves(x: Float[Array, "... chunk dim"], half: int) -> tuple[Array, Array]:
-    """The earlier and the later half of every block of `2 * half` tokens, each `... blocks half dim`."""
-    x = x.reshape(*x.shape[:-2], -1, 2, half, x.shape[-1])
-    return x[..., 0, :, :], x[..., 1, :, :]
+def _matmul(x: Float[Array, "... rows mid"], y: Float[Array, "... mid cols"]) -> Float[Array, "... rows cols"]:
+    return _einsum("...ik,...kj->...ij", x, y)
 
 
-def _before(x: Float[Array, "... seq dim"]) -> Float[Array, "... seq dim"]:
-    """Sum over the tokens after each token: what decays it on the way to the end of the block."""
-    later = jnp.flip(jnp.cumsum(jnp.flip(x[..., 1:, :], -2), axis=-2), -2)
-    return jnp.concatenate([later, jnp.zeros_like(x[..., :1, :])], axis=-2)
+def _split(x: Array, size: int) -> Array:
+    """`... tokens dim` to `... tokens/size size dim`."""
+    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
 
-def _place(blocks: Float[Array, "... blocks rows cols"], rows: int, row: int, col: int) -> Array:
-    """Zero-padded copy of each block inside a square of `rows` rows, at (row, col)."""
-    height, width = blocks.shape[-2:]
-    pad = [(0, 0)] * (blocks.ndim - 2) + [(row, rows - row - height), (col, rows - col - width)]
-    return jnp.pad(blocks, pad)
+def _halvings(size: int) -> list[int]:
+    return [1 << level for level in range(size.bit_length() - 1)]
 
 
-def _pairs(
+def _across(half: int, size: int) -> np.ndarray:
+    """True at (i, j) when j is in the earlier and i in the later half of the same `2 * half` tokens."""
+    i = np.arange(size)
+    return (i[:, None] // half == i[None] // half + 1) & (i[:, None] // half % 2 == 1)
+
+
+def _outward(half: int, size: int) -> np.ndarray:
+    """True at (i, m) when m lies between i and the middle of its `2 * half` tokens.
+
+    For a token of the later half that is from the middle up to itself, for one of the earlier half from behind itself
+    up to the middle.
+    """
+    i, m = np.arange(size)[:, None], np.arange(size)[None]
+    later = i // half % 2 == 1
+    return (i // half == m // half) & np.where(later, m <= i, m > i)
+
+
+def _decays(
+    log_decay: Float[Array, "batch heads chunk key_dim"],
+) -> tuple[Float[Array, "batch heads blocks halvings block key_dim"], list[Array], Array, Array]:
+    """All decays a chunk needs, each `exp` of a sum that is at most 0.
+
+    Returns, per token: to or from the middle at each halving of its block; the same for each larger halving; from the
+    start of the chunk; to the end of the chunk.
+    """
+    shape, chunk = log_decay.shape, log_decay.shape[-2]
+    size = min(_BLOCK_SIZE, chunk)
+    halvings = _halvings(size)
+    i = np.arange(size)
+    rows = [*(_outward(half, size) for half in halvings), i[None] <= i[:, None], i[None] > i[:, None]]
+    weights = jnp.asarray(np.concatenate(rows), log_decay.dtype)
+    per_block = _split(log_decay, size)
+    # one small matrix for every block: XLA's CPU backend is slow when it is not batched as well
+    sums = _matmul(jnp.broadcast_to(weights, (*per_block.shape[:-2], *weights.shape)), per_block)
+    sums = sums.reshape(*per_block.shape[:-2], len(rows), *per_block.shape[-2:])
+    from_start, to_end, total = sums[..., -2, :, :], sums[..., -1, :, :], sums[..., -2, -1:, :]
+
+    block = np.arange(chunk // size)
+    larger = []
+    for half in _halvings(chunk // size):
+        later = (block // half % 2 == 1)[:, None, None]
+        # whole blocks between the token's own and the middle
+        whole = _outward(half, block.size) & (block[:, None] != block[None])
+        larger.append(jnp.exp(jnp.where(later, from_start, to_end) + _add(total, whole)).reshape(shape))
+    from_start = jnp.exp(from_start + _add(total, block[None] < block[:, None])).reshape(shape)
+    to_end = jnp.exp(to_end + _add(total, block[None] > block[:, None])).reshape(shape)
+    return jnp.exp(sums[..., :-2, :, :]), larger, from_start, to_end
+
+
+def _add(total: Float[Array, "... blocks 1 key_dim"], which: np.ndarray) -> Float[Array, "... blocks 1 key_dim"]:
+    """For each block the sum of the totals of the blocks that its row of `which` names."""
+    return jnp.sum(jnp.where(which[:, :, None, None], total[..., None, :, :, :], 0.0), axis=-3)
+
+
+def _scores(
     query: Float[Array, "batch heads chunk key_dim"],
     key: Float[Array, "batch heads chunk key_dim"],
+    inside: Float[Array, "batch heads blocks halvings block key_dim"],
+    larger: list[Array],
+) -> tuple[Float[Array, "batch heads chunk chunk"], Float[Array, "batch heads chunk chunk"]]:
+    """`P`, and `A` before it is multiplied with beta."""
+    size = inside.shape[-2]
+    halvings = _halvings(size)
+    read = jnp.where(np.eye(size, dtype=bool), _split(jnp.sum(query * key, axis=-1)[..., None], size), 0.0)
+    overlap = jnp.zeros_like(read)
+    if halvings:
+        across = np.stack([np.tile(_across(half, size), (2, 1)) for half in halvings])
+        late_query, either_key = (_split(x, size)[..., None, :, :] * inside for x in (query, key))
+        both = _einsum("...ik,...jk->...ij", jnp.concatenate([late_query, either_key], axis=-2), either_key)
+        both = jnp.sum(jnp.where(across, both, 0.0), axis=-3)
+        read, overlap = read + both[..., :size, :], both[..., size:, :]
+    for decay in larger:
+        late_query, either_key = (_split(x * decay, size) for x in (query, key))
+        late = jnp.concatenate([late_query[..., 1::2, :, :], either_key[..., 1::2, :, :]], axis=-2)
+        both = _einsum("...ik,...jk->...ij", late, either_key[..., 0::2, :, :])
+        read, overlap = _join(read, both[..., :size, :]), _join(overlap, both[..., size:, :])
+        size *= 2
+    return read[..., 0, :, :], overlap[..., 0, :, :]
+
+
+def _join(diagonal: Float[Array, "... two_n size size"], corner: Float[Array, "... n size size"]) -> Array:
+    """Lower-triangular blocks of twice the size, from two of them on the diagonal and one below the diagonal."""
+    upper, lower = diagonal[..., 0::2, :, :], diagonal[..., 1::2, :, :]
+    upper = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
+
+
+def _inverse(overlap: Float[Array, "... chunk chunk"]) -> Float[Array, "... chunk chunk"]:
+    """Inverse of `I + overlap`, which is strictly lower triangular, by inverting blocks of doubling size."""
+    chunk = overlap.shape[-1]
+    size = min(_BLOCK_SIZE, chunk)
+    blocks = overlap.reshape(*overlap.shape[:-2], chunk // size, size, chunk // size, size)
+    blocks = jnp.stack([blocks[..., n, :, n, :] for n in range(chunk // size)], axis=-3)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=overlap.dtype), blocks.shape)
+    for half in _halvings(size):
+        corner = jnp.where(_across(half, size), blocks, 0.0)
+        inverse = inverse - (corner if half == 1 else _matmul(_matmul(inverse, corner), inverse))
+    while size < chunk:
+        starts = range(0, chunk, 2 * size)
+        corner = jnp.stack([overlap[..., n + size : n + 2 * size, n : n + size] for n in starts], axis=-3)
+        corner = _matmul(corner, inverse[..., 0::2, :, :])
+        inverse = _join(inverse, -_matmul(inverse[..., 1::2, :, :], corner))
+        size *= 2
+    return inverse[..., 0, :, :]
+
+
+@jax.custom_jvp
+def _solve(overlap: Float[Array, "... chunk chunk"], values: Float[Array, "... chunk dim"]) -> Array:
+    """`(I + overlap)^-1 values`."""
+    return _matmul(_inverse(overlap), values)
+
+
+@_solve.defjvp
+def _solve_jvp(primals, tangents):
+    """The same inverse serves the tangents, and, transposed, the cotangents: no derivative of the inversion itself."""
+    (overlap, values), (overlap_dot, values_dot) = primals, tangents
+    inverse = _inverse(overlap)
+    solution = _matmul(inverse, values)
+    return solution, _matmul(inverse, values_dot - _matmul(overlap_dot, solution))
+
+
+def _chunk_step(
+    state: Float[Array, "batch heads key_dim value_dim"],
+    query: Float[Array, "batch heads chunk key_dim"],
+    key: Float[Array, "batch heads chunk key_dim"],
+    value: Float[Array, "batch heads chunk value_dim"],
     log_decay: Float[Array, "batch heads chunk key_dim"],
     beta: Float[Array, "batch heads chunk"],
-    same: Bool[Array, "batch chunk chunk"] | None,
-) -> tuple[Float[Array, "batch heads chunk chunk"], Float[Array, "batch heads chunk chunk"]]:
-    """`tril(P)` and the inverse of `I + tril(A, -1)`, built from single tokens to the whole chunk by doubling."""
+    segment: Int[Array, "batch chunk"] | None,
+) -> tuple[Float[Array, "batch heads key_dim value_dim"], Float[Array, "batch heads chunk value_dim"]]:
+    """State after one chunk, and its output. `segment` numbers the chunk's segments; 0 continues from the state."""
     chunk = query.shape[-2]
-    scores = jnp.sum(query * key, axis=-1)[..., None, None]  # batch heads blocks 1 1
-    inverse = jnp.ones_like(scores)
-    beta = beta[..., None]
-    half = 1
-    while half < chunk:
-        width = 2 * half
-        _, late_query = _halves(query, half)
-        early_key, late_key = _halves(key, half)
-        early_decay, late_decay = _halves(log_decay, half)
-        _, late_beta = _halves(beta, half)
-        early_key = early_key * jnp.exp(_before(early_decay))
-        onward = jnp.exp(jnp.cumsum(late_decay, axis=-2))
-        read = jnp.einsum("...ik,...jk->...ij", late_query * onward, early_key)
-        overlap = jnp.einsum("...ik,...jk->...ij", late_key * onward * late_beta, early_key)
-        if same is not None:
-            meet = same.reshape(same.shape[0], chunk // width, width, chunk // width, width)
-            meet = jnp.moveaxis(jnp.diagonal(meet, axis1=1, axis2=3), -1, 1)[:, None, :, half:, :half]
-            read, overlap = jnp.where(meet, read, 0.0), jnp.where(meet, overlap, 0.0)
-        (early_scores, late_scores), (early_inverse, late_inverse) = (
-            (x[..., 0::2, :, :], x[..., 1::2, :, :]) for x in (scores, inverse)
-        )
-        scores = (
-            _place(early_scores, width, 0, 0) + _place(late_scores, width, half, half) + _place(read, width, half, 0)
-        )
-        corner = -late_inverse @ overlap @ early_inverse
-        inverse = (
-            _place(early_inverse, width, 0, 0)
-            + _place(late_inverse, width, half, half)
-            + _place(corner, width, half, 0)
-        )
-        half = width
-    return scores[..., 0, :, :], inverse[..., 0, :, :]
-
-
-def _chunk_step(state, query, key, value, log_decay, beta, segment):
-    """One chunk, `batch heads chunk dim`; returns the state after it and its output."""
-    same = None if segment is None else segment[:, :, None] == segment[:, None, :]
-    scores, inverse = _pairs(query, key, log_decay, beta, same)
-    from_start = jnp.exp(jnp.cumsum(log_decay, axis=-2))
-    to_end = jnp.exp(_before(log_decay))
-    through = from_start[..., -1, :]
+    # barriers: XLA would otherwise compute these again wherever they are used
+    inside, larger, from_start, to_end = jax.lax.optimization_barrier(_decays(jnp.maximum(log_decay, _LEAST_LOG_DECAY)))
+    read, overlap = jax.lax.optimization_barrier(_scores(query, key, inside, larger))
     if segment is not None:
-        first, last = segment[:, None, :, None] == 0, segment[:, None, :, None] == segment[:, None, -1:, None]
-        from_start, to_end = jnp.where(first, from_start, 0.0), jnp.where(last, to_end, 0.0)
-        through = from_start[..., -1, :]
-    written = inverse @ (beta[..., None] * (value - (key * from_start) @ state))
-    output = (query * from_start) @ state + scores @ written
-    state = through[..., None] * state + jnp.swapaxes(key * to_end, -1, -2) @ written
+        segment = segment[:, None, :, None]
+        same = segment == jnp.swapaxes(segment, -1, -2)
+        read, overlap = jnp.where(same, read, 0.0), jnp.where(same, overlap, 0.0)
+        from_start = jnp.where(segment == 0, from_start, 0.0)
+        to_end = jnp.where(segment == segment[:, :, -1:], to_end, 0.0)
+    recalled = _matmul(jnp.concatenate([query * from_start, key * from_start], axis=-2), state)
+    values = beta[..., None] * (value - recalled[..., chunk:, :])
+    written = _solve(beta[..., None] * overlap, values)
+    output = recalled[..., :chunk, :] + _matmul(read, written)
+    state = from_start[..., -1, :, None] * state + _einsum("...ck,...cv->...kv", key * to_end, written)
     return state, output
 
 
@@ -115,49 +208,62 @@ def kda_chunked(
     activation: Activation,
     chunk_size: int | None,
 ) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch *segments heads key_dim value_dim"]]:
-    """Output of every token and the final state, or, for one initial state per segment id, as many final states."""
+    """Output of every token and the final state, or, for one initial state per segment id, as many final states.
+
+    The inputs are raw: normalisation, scale and gate are applied chunk by chunk.
+    """
     seq = query.shape[1]
     if seq == 0:
         return value, initial_state
     chunk = chunk_size or min(DEFAULT_CHUNK_SIZE, 1 << (seq - 1).bit_length())
     tokens = (query, key, value, gate, beta)
     if initial_state.ndim == 4:
-        output, state = _scan_chunks(*tokens, initial_state, a_log, dt_bias, segment_ids, activation, chunk)
+        real = None if segment_ids is None else segment_ids > 0
+        output, state = _scan_chunks(tokens, initial_state, a_log, dt_bias, real, segment_ids, None, activation, chunk)
         return output[:, :seq], state
-    alignment = align_segments(segment_ids, chunk, initial_state.shape[1])
-    tokens = [alignment.gather(x) for x in tokens]
+    alignment = align_segments(segment_ids, chunk, initial_state.shape[1])  # now a chunk has tokens of one segment
     ids = alignment.gather(segment_ids)
-    output, state = _scan_chunks(*tokens, initial_state, a_log, dt_bias, ids, activation, chunk)
+    slots = jnp.maximum(jnp.max(_split(ids[..., None], chunk), axis=(-2, -1)) - 1, 0)
+    tokens = tuple(alignment.gather(x) for x in tokens)
+    output, state = _scan_chunks(tokens, initial_state, a_log, dt_bias, ids > 0, None, slots, activation, chunk)
     return alignment.restore(output), state
 
 
 def _scan_chunks(
-    query, key, value, gate, beta, initial_state, a_log, dt_bias, segment_ids, activation: Activation, chunk: int
-):
-    """One scan over chunks. With a state per segment, each chunk holds tokens of one segment only."""
-    batch, seq, heads, _ = query.shape
+    tokens: tuple[Array, Array, Array, Array, Array],
+    initial_state: Float[Array, "batch *segments heads key_dim value_dim"],
+    a_log: Float[Array, " heads"] | None,
+    dt_bias: Float[Array, "heads key_dim"] | None,
+    real: Bool[Array, "batch seq"] | None,
+    segment_ids: Int[Array, "batch seq"] | None,
+    slots: Int[Array, "batch chunks"] | None,
+    activation: Activation,
+    chunk: int,
+) -> tuple[Array, Array]:
+    """Output, padded to whole chunks, and the final state or states; `slots` names the state each chunk works on."""
+    batch, seq = tokens[0].shape[:2]
     padding = -seq % chunk
-    real = starts = slot = None
-    if segment_ids is not None:
-        real, starts = segment_ids > 0, segment_starts(segment_ids)
-    elif padding:
+    if padding and real is None:
         real = jnp.ones((batch, seq), bool)
 
     def split(x):
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0)
 
-    @jax.checkpoint
-    def step(states, tokens):
-        *inputs, real, starts, slot = tokens
-        inputs = activate_tokens(*inputs, real, a_log, dt_bias, activation)
-        inputs = [jnp.moveaxis(x, 2, 1) for x in inputs]
-        segment = None if starts is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32)
-        state, output = _chunk_step(read_slot(states, slot), *inputs, segment)
-        return write_slot(states, slot, state), jnp.moveaxis(output, 1, 2).astype(value.dtype)
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # nothing to prevent across the iterations of a scan
+    def step(states, of_chunk):
+        tokens, real, segment, slot = of_chunk
+        tokens = activate_tokens(*tokens, real, a_log, dt_bias, activation)
+        state, output = _chunk_step(read_slot(states, slot), *(jnp.moveaxis(x, 2, 1) for x in tokens), segment)
+        return write_slot(states, slot, state), jnp.moveaxis(output, 1, 2)
 
-    if initial_state.ndim == 5:
-        slot, starts = jnp.maximum(jnp.max(split(segment_ids), axis=-1) - 1, 0), None
-    tokens = [None if x is None else split(x) for x in (query, key, value, gate, beta, real, starts)]
-    final_state, output = jax.lax.scan(step, initial_state, (*tokens, slot))
-    return jnp.moveaxis(output, 0, 1).reshape(batch, -1, heads, value.shape[-1]), final_state
+    segments = None if segment_ids is None else _number_in_chunks(split(segment_starts(segment_ids)))
+    slots = None if slots is None else slots.T
+    final_state, output = jax.lax.scan(step, initial_state, (*jax.tree.map(split, (tokens, real)), segments, slots))
+    return jnp.moveaxis(output, 0, 1).reshape(batch, -1, *tokens[2].shape[2:]), final_state
+
+
+def _number_in_chunks(starts: Bool[Array, "chunks batch chunk"]) -> Int[Array, "chunks batch chunk"]:
+    """How many segments have started in the chunk, up to and with each token."""
+    up_to = np.tril(np.ones((starts.shape[-1], starts.shape[-1]), bool))
+    return jnp.sum(starts[:, :, None, :] & up_to, axis=-1, dtype=jnp.int32)

@@ -88,6 +88,12 @@ class Alignment(NamedTuple):
         return _take_rows(x, self.position)
 
 
+def segment_runs(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Numbers the documents of each row 1, 2, ... in order, so that an id which comes back later is another document."""
+    runs = jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=segment_ids.dtype) + 1
+    return jnp.where(segment_ids > 0, runs, jnp.zeros((), segment_ids.dtype))
+
+
 def align_segments(segment_ids: Int[Array, "batch seq"], multiple: int, max_num_segments: int) -> Alignment:
     """Moves every segment to a start at a multiple of `multiple` tokens, and drops the padding between them."""
     batch, seq = segment_ids.shape

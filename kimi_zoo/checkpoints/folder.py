@@ -81,7 +81,7 @@ def from_pretrained(
         checkpoint = dequantize(stored, raw)
         root = _find_root(checkpoint, folder)
         config = table.adapt_config(config, checkpoint)
-        skeleton = eqx.filter_eval_shape(KimiLinear, config, key=jr.key(0))
+        skeleton = eqx.filter_eval_shape(lambda: KimiLinear(config, key=jr.key(0)))
         sources, problems = _match(checkpoint, skeleton, config, root)
         tied_head, more = _leftovers(checkpoint, sources, config, root)
         problems += more

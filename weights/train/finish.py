@@ -46,8 +46,8 @@ kimi-zoo generate {name} "def read_"
 - **Data:** source files, docstrings and help topics of the standard library of Python {python}: {train_bytes:,} bytes,
   {train_tokens:,} tokens. Its licence is the PSF licence.
 - **Held out:** {held_bytes:,} bytes of it, whole files chosen by a hash of their names.
-- **Recipe:** Muon for matrices, Adam for the rest, peak learning rate 6e-3, cosine decay, {steps} steps of 8 rows of 512
-  tokens ({epochs:.1f} epochs), float32; the router is balanced by its bias alone, as in DeepSeek-V3.
+- **Recipe:** Muon for matrices, Adam for the rest, peak learning rate 6e-3, cosine decay, {steps} steps of 8 rows of
+  512 tokens ({epochs:.1f} epochs), float32; the router is balanced by its bias alone, as in DeepSeek-V3.
 - **Made by** `weights/train/`: `corpus.py`, `tokenizer.py`, `baselines.py`, `train.py`, `finish.py`, in this order.
 - **Licence:** Apache 2.0.
 

@@ -308,7 +308,9 @@ def _read(
     """One parameter: of the model, or of a stack of layers."""
     source = layers[0]
     stored = [checkpoint.tensors[name].dtype for part in layers.values() for name in part.names]
-    wanted = jnp.dtype(dtype) if dtype is not None else jnp.result_type(*set(stored))
+    # a stack has one dtype: layers that are stored in several meet in float32
+    common = stored[0] if len(set(stored)) == 1 else jnp.float32
+    wanted = jnp.dtype(common if dtype is None else dtype)
     if source.entry.row.leaf in table.FLOAT32_LEAVES:
         wanted = jnp.dtype(jnp.float32)
 
@@ -327,7 +329,7 @@ def _read(
 
     if mesh is None:
         return jax.device_put(read(tuple(slice(None) for _ in shape)))
-    # sharding is left to the compiler: with explicit axes, every product over a split dimension would need an annotation
+    # left to the compiler: with explicit axes, every product over a split dimension would need an annotation
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     sharding = NamedSharding(mesh, fsdp_spec(shape, mesh, stacked=stacked))
     return jax.make_array_from_callback(shape, sharding, lambda index: read(index or ()))

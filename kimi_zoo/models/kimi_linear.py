@@ -345,8 +345,8 @@ class KimiLinear(eqx.Module):
         positions: Int[Array, "batch seq"] | None = None,
     ) -> Float[Array, "batch seq hidden_size"]:
         """As calling the model, but stops before the output head: what `logits` takes."""
-        _check_shape("segment_ids", segment_ids, tokens)
-        _check_shape("positions", positions, tokens)
+        check_shape("segment_ids", segment_ids, tokens)
+        check_shape("positions", positions, tokens)
         if positions is None:
             ids = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
             positions = segment_positions(ids)
@@ -444,6 +444,7 @@ def replace_layer(model: KimiLinear, index: int, layer: object) -> KimiLinear:
     return eqx.tree_at(lambda tree: tree.layers, model, model.layers.replace(index, layer), is_leaf=lambda x: x is None)
 
 
-def _check_shape(name: str, array: Array | None, tokens: Array) -> None:
+def check_shape(name: str, array: Array | None, tokens: Array) -> None:
+    """**Raises:** `ValueError` if an argument that goes along with `tokens` has another shape."""
     if array is not None and array.shape != tokens.shape:
         raise ValueError(f"`{name}` must have the shape of `tokens`, {tokens.shape}; got {array.shape}.")

@@ -11,7 +11,7 @@ L2_NORM_EPS = 1e-6
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype sums and states are kept in: float32, or float64 for float64 inputs."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def l2_norm(x: Float[Array, "*shape dim"]) -> Float[Array, "*shape dim"]:

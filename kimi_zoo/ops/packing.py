@@ -89,7 +89,7 @@ class Alignment(NamedTuple):
 
 
 def segment_runs(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """Numbers the documents of each row 1, 2, ... in order, so that an id which comes back later is another document."""
+    """Numbers the documents of each row 1, 2, ... in order: an id which comes back later is another document."""
     runs = jnp.cumsum(segment_starts(segment_ids), axis=1, dtype=segment_ids.dtype) + 1
     return jnp.where(segment_ids > 0, runs, jnp.zeros((), segment_ids.dtype))
 

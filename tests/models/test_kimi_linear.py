@@ -9,6 +9,7 @@ import pytest
 from helpers import TINY, assert_close, tiny
 
 import kimi_zoo as kz
+from kimi_zoo.models.kimi_linear import check_shape
 
 # float32 rounding of logits of about 3, through four layers: the same sums in another order
 ATOL = 2e-5
@@ -153,6 +154,8 @@ def test_outgrowing_the_cache_is_an_error(model, tokens):
 
 def test_wrong_shapes_are_named(model, tokens):
     with pytest.raises(ValueError, match=r"`segment_ids` must have the shape of `tokens`, \(2, 8\); got \(2, 7\)"):
+        check_shape("segment_ids", jnp.ones((2, 7), jnp.int32), tokens[:, :8])
+    with pytest.raises(Exception, match=r"(?s)segment_ids.*i32\[2,7\].*tokens.*i32\[2,8\]|segment_ids.*\(2, 7\)"):
         model(tokens[:, :8], segment_ids=jnp.ones((2, 7), jnp.int32))
     with pytest.raises(ValueError, match="`tokens` has 2 rows, the cache was made for 3"):
         model.decode(tokens, model.init_cache(3, 8))

@@ -86,10 +86,12 @@ def test_five_adamw_steps(case):
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    opt_state, losses = optimizer.init(params), []
-    for _ in range(6):
-        params, opt_state, loss = step(params, opt_state)
-        losses.append(loss)
+    losses = []
+    with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
+        opt_state = optimizer.init(params)
+        for _ in range(6):
+            params, opt_state, loss = step(params, opt_state)
+            losses.append(loss)
     assert_close(jnp.stack(losses), golden["adamw.losses"], atol=tolerance["adamw_loss_atol"], name="losses")
     trained = kz.to_tensors(eqx.combine(params, static))
     for name, value in kz.to_tensors(model).items():  # the balancing bias takes no gradient and no decay
@@ -106,17 +108,25 @@ def test_greedy_alone_and_together(case):
 
 
 def test_bfloat16_errs_as_bfloat16_does(case):
-    """In bfloat16 the error stays near that of rounding alone: weights to bfloat16, everything else in float32."""
+    """Against rounding alone: the same weights in float32, the residual stream rounded to bfloat16 between blocks.
+
+    No bfloat16 computation avoids those roundings. Doing everything else in bfloat16 too (projections, activations, the
+    operators' inputs) measured 1.05 and 3.2 times their error in the two cases.
+    """
     model, golden, _ = case
     tokens = jnp.asarray(golden["short.input_ids"])
-    cast = lambda dtype: lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
-    low = jax.tree.map(cast(jnp.bfloat16), eqx.filter(model, eqx.is_array))
-    low = eqx.combine(low, model)
-    keep = lambda m: [b.mixer.a_log for u in m.layers.sections for b in u if hasattr(b.mixer, "a_log")]
-    low = eqx.tree_at(keep, low, keep(model))
-    rounded = jax.tree.map(cast(jnp.float32), eqx.filter(low, eqx.is_array))
-    rounded = eqx.combine(rounded, model)
-    run = eqx.filter_jit(lambda m: m(tokens).astype(jnp.float32))
-    error = lambda logits: float(np.sqrt(np.mean(np.square(np.asarray(logits) - golden["short.logits"]))))
-    storage, compute = error(run(rounded)), error(run(low))
-    assert compute < 4 * max(storage, 0.02), (storage, compute)
+    low = kz.from_pretrained(model.published.source, dtype="bfloat16")
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x, low)
+
+    @eqx.filter_jit
+    def rounded(model):
+        positions = jnp.zeros(tokens.shape, jnp.int32)
+        narrow = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
+        x, _ = model.layers.scan(
+            lambda x, layer: (narrow(layer(x, positions=positions)), None), narrow(model.embedding(tokens))
+        )
+        return model.logits(model.norm(x))
+
+    error = lambda logits: float(np.sqrt(np.mean(np.square(np.asarray(logits, np.float32) - golden["short.logits"]))))
+    least, actual = error(rounded(wide)), error(eqx.filter_jit(lambda m: m(tokens))(low))
+    assert actual < 4 * least, (least, actual)

@@ -3,6 +3,7 @@
 import functools
 import logging
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -13,6 +14,9 @@ from kimi_zoo.ops.kda_tokamax import TOKAMAX_NAMES, check_tokamax, kda_tokamax
 from kimi_zoo.ops.packing import check_segments
 
 IMPLEMENTATIONS = ("recurrent", "chunked", *TOKAMAX_NAMES)
+SMALL_STATE = (
+    8192  # between 64 x 64, where the scan over tokens won on two cores by 2.5 times, and 128 x 128, where it lost
+)
 
 logger = logging.getLogger("kimi_zoo")
 
@@ -130,26 +134,58 @@ def kda_step(
 
 
 def _run(implementation: str | None, operands: tuple, activation: Activation, chunk_size: int | None):
-    query, key, value, gate, beta, states, a_log, dt_bias, segment_ids = operands
+    """Output and final states of the implementation asked for; the operands as `kda_chunked` takes them."""
     if implementation is None:
-        implementation = "chunked"
-        _log_choice(implementation, "it is right for every gate, and its derivative is the fastest on any platform")
+        return _run_best(operands, activation, chunk_size)
     if implementation == "chunked":
         return kda_chunked(*operands, activation, chunk_size)
     if implementation == "recurrent":
-        real = None if segment_ids is None else segment_ids > 0
-        tokens = activate_tokens(query, key, value, gate, beta, real, a_log, dt_bias, activation)
-        return kda_recurrent(*tokens, states, segment_ids)
+        return _recurrent(operands, activation)
+    query, key, value, gate, beta, states, *rest = operands
     single = states.ndim == 4
     states = states[:, None] if single else states
-    output, states = kda_tokamax(implementation, query, key, value, gate, beta, states, *operands[6:], activation)
+    output, states = kda_tokamax(implementation, query, key, value, gate, beta, states, *rest, activation)
     return output, states[:, 0] if single else states
 
 
+def _recurrent(operands: tuple, activation: Activation):
+    *tokens, states, a_log, dt_bias, segment_ids = operands
+    real = None if segment_ids is None else segment_ids > 0
+    return kda_recurrent(*activate_tokens(*tokens, real, a_log, dt_bias, activation), states, segment_ids)
+
+
+def _run_best(operands: tuple, activation: Activation, chunk_size: int | None):
+    key_dim, value_dim = operands[5].shape[-2:]
+    if chunk_size is None and operands[5].ndim == 4 and key_dim * value_dim <= SMALL_STATE:
+        _log_choice(
+            '"recurrent" where it is lowered to a CPU and not differentiated, "chunked" elsewhere',
+            f"on a CPU the scan over tokens is the faster forward pass for states up to {SMALL_STATE} numbers",
+        )
+        return _recurrent_or_chunked(operands, activation)
+    _log_choice('"chunked"', "it takes every gate and is the fastest to differentiate")
+    return kda_chunked(*operands, activation, chunk_size)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _recurrent_or_chunked(operands: tuple, activation: Activation):
+    def recurrent(operands):
+        return _recurrent(operands, activation)
+
+    def chunked(operands):
+        return kda_chunked(*operands, activation, None)
+
+    return jax.lax.platform_dependent(operands, cpu=recurrent, default=chunked)
+
+
+@_recurrent_or_chunked.defjvp
+def _recurrent_or_chunked_jvp(activation: Activation, primals: tuple, tangents: tuple):
+    return jax.jvp(lambda operands: kda_chunked(*operands, activation, None), primals, tangents)
+
+
 @functools.cache
-def _log_choice(implementation: str, reason: str) -> None:
-    """Says once which implementation was chosen, and why."""
-    logger.info("kimi_delta_attention runs as %r: %s.", implementation, reason)
+def _log_choice(choice: str, reason: str) -> None:
+    """Says once what was chosen, and why."""
+    logger.info("kimi_delta_attention runs as %s: %s.", choice, reason)
 
 
 def _initial_states(

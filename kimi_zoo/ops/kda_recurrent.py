@@ -22,10 +22,14 @@ def delta_step(
     **Source:** Kimi Linear (arXiv:2510.26692), the recurrence of KDA.
     """
     state = state * jnp.exp(log_decay)[..., None]
-    recalled = jnp.sum(state * key[..., None], axis=-2)
+    recalled = _read(state, key)
     written = beta[..., None] * (value - recalled)
     state = state + key[..., None] * written[..., None, :]
-    return state, jnp.sum(state * query[..., None], axis=-2)
+    return state, _read(state, query)
+
+
+def _read(state: Float[Array, "*batch key_dim value_dim"], key: Float[Array, "*batch key_dim"]) -> Array:
+    return jnp.einsum("...k,...kv->...v", key, state, precision=jax.lax.Precision.HIGHEST)
 
 
 def kda_recurrent(

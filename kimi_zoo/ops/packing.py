@@ -119,7 +119,7 @@ def check_segments(segment_ids: Int[Array, "batch seq"], max_num_segments: int) 
         return segment_ids
     ids = jnp.arange(1, max_num_segments + 1, dtype=segment_ids.dtype)
     distinct = jnp.sum(jnp.any(segment_ids[..., None] == ids, axis=1), axis=1)
-    runs = jnp.sum(segment_starts(segment_ids), axis=1) + jnp.any(segment_ids > 0, axis=1)
+    runs = jnp.max(segment_runs(segment_ids), axis=1).astype(distinct.dtype)
     most, apart = jnp.max(segment_ids), jnp.any(runs > distinct)
     above = f"`max_num_segments` is {max_num_segments}, and `segment_ids` hold a larger id"
     returns = (

@@ -215,10 +215,13 @@ class KimiDeltaAttention(eqx.Module):
         return KDACache(jnp.zeros((batch, heads, head_dim, head_dim), jnp.float32), *windows)
 
     def extend(
-        self, x: Float[Array, "batch seq hidden_size"], cache: KDACache, *, real: Bool[Array, "batch seq"]
+        self, x: Float[Array, "batch seq hidden_size"], cache: KDACache, *, real: Bool[Array, "batch seq"] | None = None
     ) -> tuple[Float[Array, "batch seq hidden_size"], KDACache]:
-        """Continues behind `cache`. Tokens that are not `real` change nothing in the cache; their output is 0."""
-        segment_ids = real.astype(jnp.int32)
+        """Continues behind `cache`. Tokens that are not `real` change nothing in the cache; their output is 0.
+
+        Without `real` all are, which is faster to compute.
+        """
+        segment_ids = None if real is None else real.astype(jnp.int32)
         windows = (cache.query_window, cache.key_window, cache.value_window)
         query, key, value, windows = self._project(x, windows, segment_ids)
         decay = self._heads(self.decay_proj(x))
@@ -237,7 +240,8 @@ class KimiDeltaAttention(eqx.Module):
                 use_qk_l2norm=self.use_qk_l2norm,
             )
             output = output[:, None]
-            state = jnp.where(real[:, 0, None, None, None], state, cache.state)
+            if real is not None:
+                state = jnp.where(real[:, 0, None, None, None], state, cache.state)
         else:
             output, state = kimi_delta_attention(
                 query,

@@ -78,9 +78,11 @@ class MLACache(eqx.Module):
     def append(self, new: "MLACache", lengths: Int[Array, " batch"], real: Bool[Array, "batch seq"]) -> "MLACache":
         """Writes the real tokens of `new`, a cache with one place per token, behind the `lengths` tokens of each
         row."""
-        capacity = self.latent.shape[-2]
-        place = lengths[:, None] + jnp.cumsum(real, axis=1) - 1
-        place = jnp.where(real, place, capacity)  # out of range: dropped
+        if real is None:
+            place = lengths[:, None] + jnp.arange(new.latent.shape[-2])
+        else:
+            place = lengths[:, None] + jnp.cumsum(real, axis=1) - 1
+            place = jnp.where(real, place, self.latent.shape[-2])  # out of range: dropped
         rows = jnp.arange(place.shape[0])[:, None]
 
         def write(old: Array, update: Array) -> Array:
@@ -196,14 +198,15 @@ class MultiHeadLatentAttention(eqx.Module):
         *,
         lengths: Int[Array, " batch"],
         positions: Int[Array, "batch seq"],
-        real: Bool[Array, "batch seq"],
+        real: Bool[Array, "batch seq"] | None = None,
     ) -> tuple[Float[Array, "batch seq hidden_size"], MLACache]:
         """Attends to the `lengths` cached tokens of each row and to the new ones, in order.
 
         **Returns:** the output (0 where not `real`), and the new tokens' latents, for `MLACache.append`: apart, so that
         a stack of layers writes to its caches once.
         """
-        x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))  # 0 * NaN is NaN: padding must not reach the products
+        if real is not None:  # 0 * NaN is NaN: padding must not reach the products
+            x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
         query, (latent, key_rope) = self._queries(x, positions), self._latents(x, positions)
         key, value = self._expand(latent, key_rope)
         key_up, value_up = jnp.split(self._kv_up(x.dtype), [self.qk_nope_head_dim], axis=1)
@@ -230,7 +233,7 @@ class MultiHeadLatentAttention(eqx.Module):
         *,
         lengths: Int[Array, " batch"],
         positions: Int[Array, "batch seq"],
-        real: Bool[Array, "batch seq"],
+        real: Bool[Array, "batch seq"] | None = None,
     ) -> tuple[Float[Array, "batch seq hidden_size"], MLACache]:
         """`attend`, and the cache with the new tokens in it."""
         output, new = self.attend(x, cache, lengths=lengths, positions=positions, real=real)

@@ -179,7 +179,7 @@ class KimiBlock(eqx.Module):
         *,
         lengths: Int[Array, " batch"],
         positions: Int[Array, "batch seq"],
-        real: Bool[Array, "batch seq"],
+        real: Bool[Array, "batch seq"] | None = None,
     ) -> tuple[Float[Array, "batch seq hidden_size"], KDACache | MLACache]:
         """Continues behind `cache`. **Returns:** the residual stream, and the new `KDACache`, or the new tokens'
         latents."""
@@ -402,8 +402,7 @@ class KimiLinear(eqx.Module):
         if tokens.shape[0] != cache.lengths.shape[0]:
             raise ValueError(f"`tokens` has {tokens.shape[0]} rows, the cache was made for {cache.lengths.shape[0]}.")
         places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        lengths = jnp.full(tokens.shape[0], tokens.shape[1]) if lengths is None else lengths
-        real = places < lengths[:, None]
+        real = None if lengths is None else places < lengths[:, None]
         positions = cache.lengths[:, None] + places
         extend = lambda x, layer, layer_cache: layer.extend(
             x, layer_cache, lengths=cache.lengths, positions=positions, real=real
@@ -415,7 +414,8 @@ class KimiLinear(eqx.Module):
             updates,
             is_leaf=lambda node: isinstance(node, MLACache | KDACache),
         )
-        return self.norm(x), KimiLinearCache(layers, cache.lengths + lengths.astype(jnp.int32), cache.max_length)
+        seen = jnp.int32(tokens.shape[1]) if lengths is None else lengths.astype(jnp.int32)
+        return self.norm(x), KimiLinearCache(layers, cache.lengths + seen, cache.max_length)
 
 
 def with_published(model: KimiLinear, published: Published) -> KimiLinear:

@@ -80,9 +80,10 @@ def latent_attention(
     value_up: Float[Array, "heads value_dim rank"],
     *,
     lengths: Int[Array, " batch"],
-    real: Bool[Array, "batch seq"],
+    real: Bool[Array, "batch seq"] | None = None,
     scale: float,
     block_size: int = 512,
+    query_block: int = 256,
 ) -> Float[Array, "batch seq heads value_dim"]:
     """Causal attention of new tokens over themselves and over a cache of latents.
 
@@ -95,25 +96,61 @@ def latent_attention(
 
     - `query_latent`: the part of the query without rotation, multiplied into latent space by the key up-projection.
     - `lengths`: tokens held by each row of the cache.
-    - `real`: which new tokens are real; pads are not attended to and their output is 0.
+    - `real`: which new tokens are real, by default all; pads are not attended to and their output is 0.
+    - `block_size`, `query_block`: cached tokens, and new ones, that are looked at together.
 
     **Source:** DeepSeek-V2 (arXiv:2405.04434), absorption of the up-projections, section 2.1.
     """
+    outputs = []
+    for start in range(0, query.shape[1], query_block):
+        own, seen = slice(start, start + query_block), slice(0, start + query_block)
+        outputs.append(
+            _attend_latents(
+                query[:, own],
+                key[:, seen],
+                value[:, seen],
+                query_latent[:, own].astype(latent.dtype),
+                query_rope[:, own].astype(key_rope.dtype),
+                latent,
+                key_rope,
+                value_up,
+                lengths,
+                None if real is None else real[:, seen],
+                scale,
+                min(block_size, latent.shape[1]),
+            )
+        )
+    output = jnp.concatenate(outputs, axis=1) if outputs else value
+    return output if real is None else jnp.where(real[..., None, None], output, jnp.zeros((), output.dtype))
+
+
+def _attend_latents(
+    query: Array,
+    key: Array,
+    value: Array,
+    query_latent: Array,
+    query_rope: Array,
+    latent: Array,
+    key_rope: Array,
+    value_up: Array,
+    lengths: Array,
+    real: Array | None,
+    scale: float,
+    block_size: int,
+) -> Array:
+    """The last `query.shape[1]` of the new tokens over all of them and the cache."""
     batch, seq, heads, _ = query.shape
+    total_new = key.shape[1]
     capacity, rank = latent.shape[1:]
     f32 = jnp.float32
-    causal = jnp.arange(seq)[:, None] >= jnp.arange(seq)
-    mask = (causal & real[:, None, :])[:, None]
+    causal = (total_new - seq + jnp.arange(seq))[:, None] >= jnp.arange(total_new)
+    mask = causal[None, None] if real is None else (causal & real[:, None, :])[:, None]
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=f32) * scale
     scores = jnp.where(mask, scores, MASKED)
     peak = jnp.max(scores, axis=-1)  # [batch, heads, seq]
     weights = jnp.where(mask, jnp.exp(scores - peak[..., None]), 0.0)
     total = jnp.sum(weights, axis=-1)
     new = jnp.einsum("bhqk,bkhd->bhqd", weights.astype(value.dtype), value, preferred_element_type=f32)
-
-    block_size = min(block_size, capacity)
-    query_latent = query_latent.astype(latent.dtype)
-    query_rope = query_rope.astype(key_rope.dtype)
 
     def attend(index: Array, carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         peak, total, scaling, cached = carry
@@ -143,5 +180,4 @@ def latent_attention(
     peak, total, scaling, cached = jax.lax.fori_loop(0, blocks, attend, start)
     cached = jnp.einsum("bhqr,hvr->bhqv", cached, value_up.astype(f32))
     output = (new * scaling[..., None] + cached) / jnp.where(total > 0, total, 1.0)[..., None]
-    output = jnp.where(real[:, None, :, None], output, 0.0)
     return jnp.swapaxes(output, 1, 2).astype(value.dtype)

@@ -1,5 +1,6 @@
 """Mixture of experts: choosing experts, and running each token through the ones it chose."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -8,8 +9,9 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from kimi_zoo.ops.activations import swiglu
 
-BLOCK_ROWS = 128  # rows of one expert computed together on CPU
-DENSE_TOKENS = 16  # up to here all experts over all tokens cost no more than reading the experts' weights once
+BLOCK_ROWS = 32  # rows of one expert computed together on CPU, forward only
+TRAINING_ROWS = 128  # and with derivatives
+FEW_PAIRS = 64  # (token, expert) pairs up to which sorting does not pay on CPU
 
 
 def route(
@@ -72,24 +74,19 @@ def expert_mlps(
     *,
     limit: float | int | None = None,
 ) -> Float[Array, "tokens hidden"]:
-    """`sum_k expert_weights[t, k] * down_e(swiglu(gate_e(x_t), up_e(x_t)))` with `e = expert_ids[t, k]`: no token is
-    dropped.
+    """`sum_k expert_weights[t, k] * down_e(swiglu(gate_e(x_t), up_e(x_t)))` with `e = expert_ids[t, k]`.
 
-    The form is chosen by size and by the platform that the program is lowered to: few tokens go through every expert,
-    or through the chosen ones' weights alone; many are sorted by expert, on CPU into blocks of `BLOCK_ROWS` rows,
-    elsewhere into one ragged matmul.
+    No token is dropped. The form is chosen by the platform that the program is lowered to. On CPU, a few tokens go
+    through the weights of the experts they chose, one pair after another; many are sorted by expert into blocks.
+    Elsewhere they are sorted into one ragged matmul.
 
     **Arguments:** `limit`: see `swiglu`.
     """
-    tokens, top_k = expert_ids.shape
-    if tokens == 0:
+    if x.shape[0] == 0:
         return x
-    if tokens <= DENSE_TOKENS:
-        few = 2 * tokens * top_k <= gate.shape[0]
-        return (_chosen if few else _dense)(x, expert_ids, expert_weights, gate, up, down, limit)
-    blocks, ragged = partial(_blocks, limit=limit), partial(_ragged, limit=limit)
+    form = _chosen if expert_ids.size <= FEW_PAIRS else _blocks
     arguments = (x, expert_ids, expert_weights, gate, up, down)
-    return jax.lax.platform_dependent(*arguments, cpu=blocks, default=ragged)
+    return jax.lax.platform_dependent(*arguments, cpu=partial(form, limit=limit), default=partial(_ragged, limit=limit))
 
 
 def _mlp(x: Array, gate: Array, up: Array, down: Array, limit: float | int | None) -> Array:
@@ -113,48 +110,84 @@ def _chosen(
     return jax.lax.scan(pair, start, jnp.arange(expert_ids.size))[0].astype(x.dtype)
 
 
-def _dense(
-    x: Array, expert_ids: Array, expert_weights: Array, gate: Array, up: Array, down: Array, limit: float | int | None
-) -> Array:
-    """Every expert over every token; those that were not chosen weigh 0."""
-    experts = gate.shape[0]
-    chosen = expert_ids[:, :, None] == jnp.arange(experts)
-    weights = jnp.sum(jnp.where(chosen, expert_weights[:, :, None], 0.0), axis=1)  # [tokens, experts]
-    inner = swiglu(
-        jnp.einsum("th,efh->etf", x, gate.astype(x.dtype)), jnp.einsum("th,efh->etf", x, up.astype(x.dtype)), limit
-    )
-    inner = inner * weights.T[:, :, None].astype(x.dtype)
-    return (
-        jnp.einsum("etf,ehf->eth", inner, down.astype(x.dtype), preferred_element_type=jnp.float32)
-        .sum(0)
-        .astype(x.dtype)
-    )
-
-
 def _blocks(
     x: Array, expert_ids: Array, expert_weights: Array, gate: Array, up: Array, down: Array, limit: float | int | None
 ) -> Array:
-    """Rows sorted by expert, each expert's padded to whole blocks, one batched matmul over the blocks."""
+    """Rows sorted by expert, each expert's padded to whole blocks.
+
+    Forward, a loop over small blocks reads each expert's weights in place. Its derivative would add up whole weight
+    gradients block by block, so with derivatives all larger blocks are one batched matmul.
+    """
+
+    @jax.custom_vjp
+    def run(*arguments: Array) -> Array:
+        return _sorted(*arguments, limit=limit, size=BLOCK_ROWS, experts=_loop)
+
+    def forward(*arguments: Array) -> tuple[Array, Callable]:
+        floats = lambda x, weights, gate, up, down: _sorted(
+            x, arguments[1], weights, gate, up, down, limit=limit, size=TRAINING_ROWS, experts=_batched
+        )
+        return jax.vjp(floats, arguments[0], *arguments[2:])
+
+    def backward(pullback: Callable, cotangent: Array) -> tuple:
+        x, *rest = pullback(cotangent)
+        return x, None, *rest
+
+    run.defvjp(forward, backward)
+    return run(x, expert_ids, expert_weights, gate, up, down)
+
+
+def _sorted(
+    x: Array,
+    expert_ids: Array,
+    expert_weights: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    *,
+    limit: float | int | None,
+    size: int,
+    experts: Callable,
+) -> Array:
+    """Sorts the (token, expert) pairs into blocks of `size` rows of one expert, computes them, and sums per token."""
     tokens, top_k = expert_ids.shape
-    experts, rows = gate.shape[0], tokens * top_k
-    block = min(BLOCK_ROWS, max(8, -(-rows // experts)))
-    blocks = rows // block + min(experts, rows)
+    count, rows = gate.shape[0], tokens * top_k
+    blocks = rows // size + min(count, rows)
     flat = expert_ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=experts)
-    padded = (sizes + block - 1) // block * block
+    sizes = jnp.bincount(flat, length=count)
+    padded = (sizes + size - 1) // size * size
     ends = jnp.cumsum(padded)
     shift = (ends - padded) - (jnp.cumsum(sizes) - sizes)  # from sorted place to padded place, per expert
     place = jnp.arange(rows) + shift[flat[order]]
-    source = (
-        jnp.full(blocks * block, tokens).at[place].set(order // top_k)
-    )  # row `tokens` does not exist: filled with 0
-    inputs = jnp.take(x, source, axis=0, mode="fill", fill_value=0).reshape(blocks, block, -1)
-    owner = jnp.minimum(jnp.searchsorted(ends, jnp.arange(blocks) * block, side="right"), experts - 1)
-    matmul = lambda a, w: jnp.einsum("nbi,noi->nbo", a, w[owner].astype(x.dtype))
-    outputs = matmul(swiglu(matmul(inputs, gate), matmul(inputs, up), limit), down).reshape(blocks * block, -1)
+    source = jnp.full(blocks * size, tokens).at[place].set(order // top_k)  # row `tokens` does not exist: filled with 0
+    inputs = jnp.take(x, source, axis=0, mode="fill", fill_value=0).reshape(blocks, size, -1)
+    owner = jnp.searchsorted(ends, jnp.arange(blocks) * size, side="right")  # `count` for blocks that nothing fills
+    outputs = experts(inputs, owner, gate, up, down, limit).reshape(blocks * size, -1)
     where = jnp.zeros(rows, place.dtype).at[order].set(place).reshape(tokens, top_k)
     return _combine(outputs[where], expert_weights, x.dtype)
+
+
+def _loop(
+    inputs: Array, owner: Array, gate: Array, up: Array, down: Array, limit: float | int | None
+) -> Float[Array, "blocks rows hidden"]:
+    """Block after block; those that nothing fills cost nothing."""
+
+    def block(_: None, piece: tuple[Array, Array]) -> tuple[None, Array]:
+        rows, expert = piece
+        run = lambda rows: _mlp(rows, gate[expert], up[expert], down[expert], limit)
+        return None, jax.lax.cond(expert < gate.shape[0], run, jnp.zeros_like, rows)
+
+    return jax.lax.scan(block, None, (inputs, owner))[1]
+
+
+def _batched(
+    inputs: Array, owner: Array, gate: Array, up: Array, down: Array, limit: float | int | None
+) -> Float[Array, "blocks rows hidden"]:
+    """All blocks at once, with a copy of its expert's weights for each."""
+    owner = jnp.minimum(owner, gate.shape[0] - 1)
+    matmul = lambda a, w: jnp.einsum("nbi,noi->nbo", a, w[owner].astype(inputs.dtype))
+    return matmul(swiglu(matmul(inputs, gate), matmul(inputs, up), limit), down)
 
 
 def _ragged(

@@ -75,9 +75,10 @@ class MLACache(eqx.Module):
     latent: Float[Array, "*stack batch capacity rank"]
     key_rope: Float[Array, "*stack batch capacity rope_dim"]
 
-    def append(self, new: "MLACache", lengths: Int[Array, " batch"], real: Bool[Array, "batch seq"]) -> "MLACache":
-        """Writes the real tokens of `new`, a cache with one place per token, behind the `lengths` tokens of each
-        row."""
+    def append(
+        self, new: "MLACache", lengths: Int[Array, " batch"], real: Bool[Array, "batch seq"] | None = None
+    ) -> "MLACache":
+        """Writes the real tokens of `new`, a cache with a place per token, behind the `lengths` tokens of each row."""
         if real is None:
             place = lengths[:, None] + jnp.arange(new.latent.shape[-2])
         else:

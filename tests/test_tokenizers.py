@@ -404,5 +404,8 @@ class TestFolders:
             load_tokenizer(tmp_path)
 
     def test_not_a_folder(self, tmp_path):
-        with pytest.raises(CheckpointError, match="absent is not a folder"):
+        with pytest.raises(CheckpointError, match="absent' is no file or folder here, nor the name of bundled weights"):
             load_tokenizer(tmp_path / "absent")
+        (tmp_path / "file").touch()
+        with pytest.raises(CheckpointError, match="file is not a folder"):
+            load_tokenizer(tmp_path / "file")

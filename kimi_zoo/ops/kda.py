@@ -32,14 +32,16 @@ def kimi_delta_attention(
     dt_bias: Float[Array, "..."] | None = None,
     lower_bound: float | None = None,
     scale: float | None = None,
-    initial_state: Float[Array, "batch *segments heads key_dim value_dim"] | None = None,
+    initial_state: Float[Array, "batch heads key_dim value_dim"]
+    | Float[Array, "batch segments heads key_dim value_dim"]
+    | None = None,
     output_final_state: bool = False,
     segment_ids: Int[Array, "batch seq"] | None = None,
     max_num_segments: int | None = None,
     use_qk_l2norm: bool = False,
     chunk_size: int | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch *segments heads key_dim value_dim"] | None]:
+) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch *state heads key_dim value_dim"] | None]:
     """Kimi Delta Attention over whole sequences.
 
     Per head, with a state `S` of key_dim by value_dim: `S <- exp(log_decay)[:, None] * S`, then

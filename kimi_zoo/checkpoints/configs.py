@@ -191,7 +191,7 @@ def write_config(config: KimiLinearConfig, source: Mapping[str, Any] | None, dty
     base = dict(source or {})
     if source is None or parse_config(source) != config:
         inert = {name: value for name, value in base.items() if name in INERT}
-        base = {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", **inert, **_published(config)}
+        base = {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", **_published(config), **inert}
     for name in ("dtype", "torch_dtype"):
         if name in base or (name == "torch_dtype" and "dtype" not in base):
             base[name] = dtype
@@ -206,6 +206,12 @@ def _published(config: KimiLinearConfig) -> dict:
         "num_hidden_layers": config.num_hidden_layers,
         "num_key_value_heads": config.num_attention_heads,
         "hidden_act": "silu",
+        # read by nothing here, but other programs ask for them
+        "head_dim": config.hidden_size // config.num_attention_heads,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "num_nextn_predict_layers": 0,
+        "use_cache": True,
         "mla_use_nope": True,
         "use_grouped_topk": True,
         "linear_attn_config": {"full_attn_layers": number("mla"), "kda_layers": number("kda")}

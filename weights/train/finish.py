@@ -51,6 +51,9 @@ kimi-zoo generate {name} "def read_"
 - **Made by** `weights/train/`: `corpus.py`, `tokenizer.py`, `baselines.py`, `train.py`, `finish.py`, in this order.
 - **Licence:** Apache 2.0.
 
+mlx-lm reads it as it is. transformers 5.24 does not tie the output head of this family to the embedding, as the config
+says: after loading it there, `model.lm_head.weight = model.model.embed_tokens.weight`.
+
 Bits per byte of the held-out text, document ends included; lower is better:
 
 | model | bits per byte |

@@ -272,6 +272,7 @@ class TestBothKinds:
 
     def test_ids_of_other_integer_types(self, tokenizer):
         import numpy
+
         ids = numpy.asarray(tokenizer.encode("hello"), numpy.int32)
         assert tokenizer.decode(ids) == "hello"
         assert "".join(map(tokenizer.stream_decoder().push, ids)) == "hello"

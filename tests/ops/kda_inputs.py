@@ -12,7 +12,7 @@ DATA = pathlib.Path(__file__).parents[1] / "data" / "kda_operator"
 GOLDEN = json.loads((DATA / "golden.json").read_text())
 
 
-def kda_inputs(seed, *, batch=2, seq=33, heads=3, key_dim=8, value_dim=5, gate="raw", decay=1.0):
+def kda_inputs(seed, *, batch=2, seq=70, heads=3, key_dim=8, value_dim=5, gate="raw", decay=1.0):
     """Random inputs as NumPy float64 of float32 values; `gate="raw"` is a log-decay, any other one has parameters."""
     rng = np.random.default_rng(seed)
 

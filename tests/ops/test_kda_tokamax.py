@@ -49,12 +49,12 @@ def test_kernel_says_where_it_runs():
 @pytest.mark.parametrize(
     "implementation, shape, options, message",
     [
-        ("tokamax_xla", {}, dict(segment_ids=jnp.ones((2, 33), jnp.int32)), "needs `max_num_segments`"),
+        ("tokamax_xla", {}, dict(segment_ids=jnp.ones((2, 70), jnp.int32)), "needs `max_num_segments`"),
         ("tokamax_xla", dict(seq=0), {}, "at least one token, got seq = 0"),
         ("tokamax_xla_chunked", dict(seq=64), {}, "not a log-decay"),
         ("tokamax_xla_chunked", dict(seq=64, gate="softplus"), {}, "needs `lower_bound` in .*, got None"),
-        ("tokamax_xla_chunked", dict(gate="bounded"), dict(lower_bound=-5.0), "divisible by 64, got 33"),
-        ("tokamax_mosaic", dict(), {}, "divisible by 64, got 33"),
+        ("tokamax_xla_chunked", dict(gate="bounded"), dict(lower_bound=-5.0), "divisible by 64, got 70"),
+        ("tokamax_mosaic", dict(), {}, "divisible by 64, got 70"),
         ("tokamax_mosaic", dict(seq=64, key_dim=257), {}, "up to 256, got 257"),
     ],
 )

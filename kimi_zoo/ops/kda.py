@@ -69,6 +69,8 @@ def kimi_delta_attention(
     - `implementation`: `None` for the best one where the program is lowered to, or one of `recurrent`, `chunked`,
         `tokamax_xla`, `tokamax_xla_chunked`, `tokamax_mosaic`: that one, or an error that says why not.
 
+    Derivatives are taken in reverse mode, also repeatedly; forward mode (`jax.jvp`) works with `recurrent` only.
+
     **Returns:** the output in the value's dtype, and the final state in float32 (`[batch, heads, key_dim, value_dim]`,
     or `[batch, segments, heads, key_dim, value_dim]` with `max_num_segments`), or `None` unless asked for.
 
@@ -168,7 +170,7 @@ def _run_best(operands: tuple, activation: Activation, chunk_size: int | None):
     return kda_chunked(*operands, activation, chunk_size)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _recurrent_or_chunked(operands: tuple, activation: Activation):
     def recurrent(operands):
         return _recurrent(operands, activation)
@@ -179,9 +181,15 @@ def _recurrent_or_chunked(operands: tuple, activation: Activation):
     return jax.lax.platform_dependent(operands, cpu=recurrent, default=chunked)
 
 
-@_recurrent_or_chunked.defjvp
-def _recurrent_or_chunked_jvp(activation: Activation, primals: tuple, tangents: tuple):
-    return jax.jvp(lambda operands: kda_chunked(*operands, activation, None), primals, tangents)
+def _chunked_forward(operands: tuple, activation: Activation):
+    return jax.vjp(lambda operands: kda_chunked(*operands, activation, None), operands)
+
+
+def _chunked_backward(activation: Activation, pullback, cotangents: tuple):
+    return pullback(cotangents)
+
+
+_recurrent_or_chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ With `G` the log-decay summed from the start of the chunk, the recurrence over a
 and again, and two tokens in different halves meet at the boundary between them: `exp(sum from the boundary to i)` times
 `exp(sum from j to the boundary)`. Both exponents are at most 0 for any gate, and each is summed outward from the
 boundary, never as a difference of longer sums, so a strong decay elsewhere takes no digits away. The same halves invert
-the triangular matrix. Within blocks of 16 tokens all halvings are done at once, with masks.
+the triangular matrix. Within blocks of 8 tokens all halvings are done at once, with masks.
 
 The scan saves the state at the start of each chunk; its derivative recomputes the rest.
 """
@@ -27,14 +27,37 @@ from kimi_zoo.ops.kda_recurrent import read_slot, write_slot
 from kimi_zoo.ops.packing import align_segments, segment_starts
 
 DEFAULT_CHUNK_SIZE = 64
-_BLOCK_SIZE = 16
+_BLOCK_SIZE = 8
 _LEAST_LOG_DECAY = -1e30  # stands for -inf, which would turn to NaN in a sum with weight 0; exp is 0 for both
 
-_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+_HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def _matmul(x: Float[Array, "... rows mid"], y: Float[Array, "... mid cols"]) -> Float[Array, "... rows cols"]:
-    return _einsum("...ik,...kj->...ij", x, y)
+@jax.custom_vjp
+def _matmul(x: Float[Array, "... i k"], y: Float[Array, "... k j"]) -> Float[Array, "... i j"]:
+    return jnp.einsum("...ik,...kj->...ij", x, y, precision=_HIGHEST)
+
+
+@jax.custom_vjp
+def _matmul_transposed(x: Float[Array, "... i k"], y: Float[Array, "... j k"]) -> Float[Array, "... i j"]:
+    """`x @ y^T`."""
+    return jnp.einsum("...ik,...jk->...ij", x, y, precision=_HIGHEST)
+
+
+def _transposed_matmul(x: Float[Array, "... k i"], y: Float[Array, "... k j"]) -> Float[Array, "... i j"]:
+    """`x^T @ y`. XLA's CPU backend takes twice as long for it unless the transpose is really made first."""
+    return _matmul(jax.lax.optimization_barrier(jnp.swapaxes(x, -1, -2)), y)
+
+
+# the derivatives that JAX would take, with the products of transposed matrices taken as above
+_matmul.defvjp(
+    lambda x, y: (_matmul(x, y), (x, y)),
+    lambda xy, ct: (_matmul_transposed(ct, xy[1]), _transposed_matmul(xy[0], ct)),
+)
+_matmul_transposed.defvjp(
+    lambda x, y: (_matmul_transposed(x, y), (x, y)),
+    lambda xy, ct: (_matmul(ct, xy[1]), _transposed_matmul(ct, xy[0])),
+)
 
 
 def _split(x: Array, size: int) -> Array:
@@ -63,6 +86,14 @@ def _outward(half: int, size: int) -> np.ndarray:
     return (i // half == m // half) & np.where(later, m <= i, m > i)
 
 
+def _up_to(size: int) -> np.ndarray:
+    return np.tri(size, dtype=bool)
+
+
+def _after(size: int) -> np.ndarray:
+    return ~np.tri(size, dtype=bool)
+
+
 def _decays(
     log_decay: Float[Array, "batch heads chunk key_dim"],
 ) -> tuple[Float[Array, "batch heads blocks halvings block key_dim"], list[Array], Array, Array]:
@@ -73,31 +104,34 @@ def _decays(
     """
     shape, chunk = log_decay.shape, log_decay.shape[-2]
     size = min(_BLOCK_SIZE, chunk)
-    halvings = _halvings(size)
-    i = np.arange(size)
-    rows = [*(_outward(half, size) for half in halvings), i[None] <= i[:, None], i[None] > i[:, None]]
-    weights = jnp.asarray(np.concatenate(rows), log_decay.dtype)
+    blocks = chunk // size
     per_block = _split(log_decay, size)
-    # one small matrix for every block: XLA's CPU backend is slow when it is not batched as well
-    sums = _matmul(jnp.broadcast_to(weights, (*per_block.shape[:-2], *weights.shape)), per_block)
-    sums = sums.reshape(*per_block.shape[:-2], len(rows), *per_block.shape[-2:])
-    from_start, to_end, total = sums[..., -2, :, :], sums[..., -1, :, :], sums[..., -2, -1:, :]
+    inside = _weighted_sums([_outward(half, size) for half in _halvings(size)], per_block)
+    (from_start,), (to_end,) = (
+        jnp.moveaxis(_weighted_sums([x], per_block), -3, 0) for x in (_up_to(size), _after(size))
+    )
 
-    block = np.arange(chunk // size)
+    # sums over whole blocks: of those between a token's own and the middle, before its own, and after its own
+    block = np.arange(blocks)
+    own = np.eye(blocks, dtype=bool)
+    halvings = _halvings(blocks)
+    whole = [*(_outward(half, blocks) & ~own for half in halvings), _up_to(blocks) & ~own, _after(blocks)]
+    whole = _weighted_sums(whole, jnp.sum(per_block, axis=-2))[..., None, :]
     larger = []
-    for half in _halvings(chunk // size):
+    for i, half in enumerate(halvings):
         later = (block // half % 2 == 1)[:, None, None]
-        # whole blocks between the token's own and the middle
-        whole = _outward(half, block.size) & (block[:, None] != block[None])
-        larger.append(jnp.exp(jnp.where(later, from_start, to_end) + _add(total, whole)).reshape(shape))
-    from_start = jnp.exp(from_start + _add(total, block[None] < block[:, None])).reshape(shape)
-    to_end = jnp.exp(to_end + _add(total, block[None] > block[:, None])).reshape(shape)
-    return jnp.exp(sums[..., :-2, :, :]), larger, from_start, to_end
+        larger.append(jnp.exp(jnp.where(later, from_start, to_end) + whole[..., i, :, :, :]).reshape(shape))
+    from_start = jnp.exp(from_start + whole[..., -2, :, :, :]).reshape(shape)
+    to_end = jnp.exp(to_end + whole[..., -1, :, :, :]).reshape(shape)
+    return jnp.exp(inside), larger, from_start, to_end
 
 
-def _add(total: Float[Array, "... blocks 1 key_dim"], which: np.ndarray) -> Float[Array, "... blocks 1 key_dim"]:
-    """For each block the sum of the totals of the blocks that its row of `which` names."""
-    return jnp.sum(jnp.where(which[:, :, None, None], total[..., None, :, :, :], 0.0), axis=-3)
+def _weighted_sums(which: list[np.ndarray], x: Float[Array, "... mid dim"]) -> Float[Array, "... sums mid dim"]:
+    """For each matrix in `which`, its product with `x`."""
+    weights = jnp.asarray(np.concatenate(which) if which else np.zeros((0, x.shape[-2])), x.dtype)
+    # one small matrix for every block: XLA's CPU backend is slow when it is not batched as well
+    sums = _matmul(jnp.broadcast_to(weights, (*x.shape[:-2], *weights.shape)), x)
+    return sums.reshape(*x.shape[:-2], len(which), *x.shape[-2:])
 
 
 def _scores(
@@ -109,26 +143,27 @@ def _scores(
     """`P`, and `A` before it is multiplied with beta."""
     size = inside.shape[-2]
     halvings = _halvings(size)
-    read = jnp.where(np.eye(size, dtype=bool), _split(jnp.sum(query * key, axis=-1)[..., None], size), 0.0)
-    overlap = jnp.zeros_like(read)
+    own = _split(jnp.sum(query * key, axis=-1)[..., None], size)
+    both = jnp.where(np.eye(size, dtype=bool), own, 0.0)
+    both = jnp.stack([both, jnp.zeros_like(both)], axis=-3)  # blocks, query or key, late, early
     if halvings:
-        across = np.stack([np.tile(_across(half, size), (2, 1)) for half in halvings])
+        across = np.stack([_across(half, size) for half in halvings])[:, None]
         late_query, either_key = (_split(x, size)[..., None, :, :] * inside for x in (query, key))
-        both = _einsum("...ik,...jk->...ij", jnp.concatenate([late_query, either_key], axis=-2), either_key)
-        both = jnp.sum(jnp.where(across, both, 0.0), axis=-3)
-        read, overlap = read + both[..., :size, :], both[..., size:, :]
+        met = _matmul_transposed(jnp.concatenate([late_query, either_key], axis=-2), either_key)
+        met = met.reshape(*met.shape[:-2], 2, size, size)
+        both = both + jnp.sum(jnp.where(across, met, 0.0), axis=-4)
     for decay in larger:
         late_query, either_key = (_split(x * decay, size) for x in (query, key))
         late = jnp.concatenate([late_query[..., 1::2, :, :], either_key[..., 1::2, :, :]], axis=-2)
-        both = _einsum("...ik,...jk->...ij", late, either_key[..., 0::2, :, :])
-        read, overlap = _join(read, both[..., :size, :]), _join(overlap, both[..., size:, :])
+        met = _matmul_transposed(late, either_key[..., 0::2, :, :])
+        met = met.reshape(*met.shape[:-2], 2, size, size)
+        both = _join(both[..., 0::2, :, :, :], met, both[..., 1::2, :, :, :])
         size *= 2
-    return read[..., 0, :, :], overlap[..., 0, :, :]
+    return both[..., 0, 0, :, :], both[..., 0, 1, :, :]
 
 
-def _join(diagonal: Float[Array, "... two_n size size"], corner: Float[Array, "... n size size"]) -> Array:
+def _join(upper: Float[Array, "... size size"], corner: Float[Array, "... size size"], lower: Array) -> Array:
     """Lower-triangular blocks of twice the size, from two of them on the diagonal and one below the diagonal."""
-    upper, lower = diagonal[..., 0::2, :, :], diagonal[..., 1::2, :, :]
     upper = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
     return jnp.concatenate([upper, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
 
@@ -146,25 +181,32 @@ def _inverse(overlap: Float[Array, "... chunk chunk"]) -> Float[Array, "... chun
     while size < chunk:
         starts = range(0, chunk, 2 * size)
         corner = jnp.stack([overlap[..., n + size : n + 2 * size, n : n + size] for n in starts], axis=-3)
-        corner = _matmul(corner, inverse[..., 0::2, :, :])
-        inverse = _join(inverse, -_matmul(inverse[..., 1::2, :, :], corner))
+        upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        inverse = _join(upper, -_matmul(lower, _matmul(corner, upper)), lower)
         size *= 2
     return inverse[..., 0, :, :]
 
 
-@jax.custom_jvp
+@jax.custom_vjp
 def _solve(overlap: Float[Array, "... chunk chunk"], values: Float[Array, "... chunk dim"]) -> Array:
     """`(I + overlap)^-1 values`."""
     return _matmul(_inverse(overlap), values)
 
 
-@_solve.defjvp
-def _solve_jvp(primals, tangents):
-    """The same inverse serves the tangents, and, transposed, the cotangents: no derivative of the inversion itself."""
-    (overlap, values), (overlap_dot, values_dot) = primals, tangents
+def _solve_forward(overlap: Array, values: Array) -> tuple[Array, tuple[Array, Array]]:
     inverse = _inverse(overlap)
     solution = _matmul(inverse, values)
-    return solution, _matmul(inverse, values_dot - _matmul(overlap_dot, solution))
+    return solution, (inverse, solution)
+
+
+def _solve_backward(residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    """The same inverse, transposed, solves for the cotangents: no derivative of the inversion itself."""
+    inverse, solution = residuals
+    of_values = _transposed_matmul(inverse, cotangent)
+    return -_matmul_transposed(of_values, solution), of_values
+
+
+_solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _chunk_step(
@@ -191,7 +233,7 @@ def _chunk_step(
     values = beta[..., None] * (value - recalled[..., chunk:, :])
     written = _solve(beta[..., None] * overlap, values)
     output = recalled[..., :chunk, :] + _matmul(read, written)
-    state = from_start[..., -1, :, None] * state + _einsum("...ck,...cv->...kv", key * to_end, written)
+    state = from_start[..., -1, :, None] * state + _transposed_matmul(key * to_end, written)
     return state, output
 
 

@@ -92,7 +92,7 @@ def test_nothing_around_the_chunks_takes_exponents_or_divides():
     assert [name for name in primitives(forward) if name == "scan"] == ["scan"]
     (scan,) = (equation for equation in all_equations(forward) if equation.primitive.name == "scan")
     inside = sum(name == "exp" for inner in inner_jaxprs(scan) for name in primitives(inner))
-    assert inside == sum(name == "exp" for name in primitives(forward)) == 5
+    assert inside == sum(name == "exp" for name in primitives(forward)) > 0
     both = jax.make_jaxpr(functools.partial(forward_and_gradient, outputs))(inputs)
     assert not FORBIDDEN & set(primitives(both))
 

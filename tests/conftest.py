@@ -8,11 +8,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.random as jr
 import pytest
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_disable_most_optimizations", True)  # nearly all the time goes into compiling: leave LLVM's out
+
+# The same examples at every run, so that a failure is always the change's; HYPOTHESIS_PROFILE=default searches anew.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 install_import_hook("kimi_zoo", "beartype.beartype")  # stays for the whole run
 

@@ -152,7 +152,8 @@ def _keep_mass(
 
 def _ordered_bits(x: Float32[Array, "..."]) -> UInt32[Array, "..."]:
     """Unsigned integers in the order of the floats: sign bit set for positive, all bits turned for negative ones."""
-    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # -0.0 + 0.0 is 0.0: the two zeros compare equal
+    x = jnp.where(x == 0.0, 0.0, x)  # the two zeros compare equal; `x + 0.0` would be simplified away
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits < sign, bits | sign, ~bits)
 

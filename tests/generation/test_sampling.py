@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -44,6 +44,7 @@ rows = hnp.arrays(
     st.sampled_from([1.0, 0.937, 0.51, 0.13, 1e-6]),
     st.sampled_from([0.0, 0.0917, 0.7]),
 )
+@example(np.float32([[0.0] * VOCAB, [0.0] * (VOCAB - 1) + [-0.0]]), 0, 0.51, 0.0)  # 0.0 and -0.0 tie
 def test_restrictions_keep_what_sorting_keeps(logits, top_k, top_p, min_p):
     sampling = make_sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
     kept = np.isfinite(eqx.filter_jit(restrict)(jnp.asarray(logits), sampling))

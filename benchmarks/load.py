@@ -21,11 +21,14 @@ from kimi_zoo.checkpoints.files import write_json
 from kimi_zoo.checkpoints.safetensors import LazyTensor, save_tensors
 
 CHILD = """
-import json, resource, sys, time
+import json, re, resource, sys, time
 import jax, kimi_zoo as kz
 import kimi_zoo.checkpoints.folder
 jax.devices()
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak():  # bytes; on Linux from /proc, because getrusage counts the program that started this one too
+    if sys.platform == "linux":
+        return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before, start = peak(), time.perf_counter()
 model = kz.from_pretrained(sys.argv[1])
 jax.block_until_ready([x for x in jax.tree.leaves(model) if isinstance(x, jax.Array)])

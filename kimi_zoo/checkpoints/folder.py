@@ -109,6 +109,7 @@ def save_pretrained(
     *,
     dtype: Any = None,
     max_shard_size: int | str = "5GB",
+    keep_left_out: bool = False,
     overwrite: bool = False,
 ) -> None:
     """Writes a checkpoint folder in published layout, which transformers and mlx-lm read: weights, `config.json`, and
@@ -121,10 +122,15 @@ def save_pretrained(
     - `dtype`: floating-point dtype to store; `None` keeps that of each parameter. `a_log`, `dt_bias` and the router's
         balancing bias are stored in float32 always.
     - `max_shard_size`: bytes of tensors per file, or text such as `"200MB"`.
+    - `keep_left_out`: whether the tensors that loading left out (a vision part, prediction layers) are copied, as they
+        are, from the folder the model was loaded from.
     - `overwrite`: whether an existing checkpoint folder may be replaced.
 
-    **Raises:** `CheckpointError` for an existing folder, or a model with a layer that the published layout has no names
-    for.
+    A model built with tied embeddings is written with its output head all the same, since not every reader ties it; a
+    loaded one as it came.
+
+    **Raises:** `CheckpointError` for an existing folder, a model with a layer that the published layout has no names
+    for, or `keep_left_out` without that folder.
     """
     outgoing = _outgoing(model)
     expected = [
@@ -143,6 +149,8 @@ def save_pretrained(
         )
         for name, (entry, shape, take) in outgoing.items()
     }
+    if keep_left_out:
+        tensors |= _left_out(model, set(tensors))
     sizes: dict[str, int] = {}
     for tensor in tensors.values():
         sizes[str(tensor.dtype)] = sizes.get(str(tensor.dtype), 0) + int(np.prod(tensor.shape))
@@ -154,6 +162,20 @@ def save_pretrained(
         for name in CARRIED:
             if source is not None and (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
+
+
+def _left_out(model: KimiLinear, written: set[str]) -> dict[str, LazyTensor]:
+    """The tensors of the folder that the model was loaded from which are not its parameters, read when written."""
+    source = model.published.source
+    if source is None or not Path(source).is_dir():
+        where = "was not loaded from a folder" if source is None else f"was loaded from {source}, which is gone"
+        raise CheckpointError(f"`keep_left_out` copies tensors from where the model came from, but this one {where}.")
+    checkpoint = dequantize(open_checkpoint(source), json.loads(model.published.config or "{}"))
+    return {
+        name: LazyTensor(info.shape, info.dtype, lambda name=name: checkpoint.read(name))
+        for name, info in checkpoint.tensors.items()
+        if name not in written
+    }
 
 
 def _cast(take: Callable[[], jax.Array], dtype: Any) -> Callable[[], np.ndarray]:

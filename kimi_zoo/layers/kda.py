@@ -221,12 +221,13 @@ class KimiDeltaAttention(eqx.Module):
 
         Without `real` all are, which is faster to compute.
         """
-        segment_ids = None if real is None else real.astype(jnp.int32)
-        windows = (cache.query_window, cache.key_window, cache.value_window)
-        query, key, value, windows = self._project(x, windows, segment_ids)
+        one = x.shape[1] == 1
+        segment_ids = None if real is None or one else real.astype(jnp.int32)
+        old_windows = (cache.query_window, cache.key_window, cache.value_window)
+        query, key, value, windows = self._project(x, old_windows, segment_ids)
         decay = self._heads(self.decay_proj(x))
         beta = jax.nn.sigmoid(self.beta_proj(x).astype(jnp.float32))
-        if x.shape[1] == 1:
+        if one:
             output, state = kda_step(
                 query[:, 0],
                 key[:, 0],
@@ -241,7 +242,10 @@ class KimiDeltaAttention(eqx.Module):
             )
             output = output[:, None]
             if real is not None:
-                state = jnp.where(real[:, 0, None, None, None], state, cache.state)
+                keep = real[:, :, None]
+                output = jnp.where(keep[..., None], output, jnp.zeros((), output.dtype))
+                state = jnp.where(keep[..., None], state, cache.state)
+                windows = tuple(jnp.where(keep, new, old) for new, old in zip(windows, old_windows, strict=True))
         else:
             output, state = kimi_delta_attention(
                 query,

@@ -318,7 +318,7 @@ class KimiLinear(eqx.Module):
         tied = config.tie_word_embeddings
         self.head = None if tied else Linear(config.hidden_size, config.vocab_size, std=std, key=head_key)
         self.config = config
-        self.published = Published()
+        self.published = Published(tied_head_stored=tied)  # not every reader ties it
 
     def __call__(
         self,

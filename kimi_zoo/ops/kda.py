@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kimi_zoo.ops.kda_chunked import kda_chunked
 from kimi_zoo.ops.kda_gates import Activation, accumulation_dtype, activate_tokens, check_gate
-from kimi_zoo.ops.kda_recurrent import delta_step, kda_recurrent
+from kimi_zoo.ops.kda_recurrent import fused_delta_step, kda_recurrent
 from kimi_zoo.ops.kda_tokamax import TOKAMAX_NAMES, check_tokamax, kda_tokamax
 from kimi_zoo.ops.packing import check_segments
 
@@ -133,7 +133,7 @@ def kda_step(
     dt_bias = None if dt_bias is None else dt_bias.reshape(heads, key_dim)
     activation = Activation(key_dim**-0.5 if scale is None else scale, lower_bound, use_qk_l2norm)
     token = activate_tokens(query, key, value, gate, beta, None, a_log, dt_bias, activation)
-    state, output = delta_step(state.astype(token[0].dtype), *token)
+    state, output = fused_delta_step(state.astype(token[0].dtype), *token)
     return output.astype(value.dtype), state
 
 

@@ -28,6 +28,26 @@ def delta_step(
     return state, _read(state, query)
 
 
+def fused_delta_step(
+    state: Float[Array, "*batch key_dim value_dim"],
+    query: Float[Array, "*batch key_dim"],
+    key: Float[Array, "*batch key_dim"],
+    value: Float[Array, "*batch value_dim"],
+    log_decay: Float[Array, "*batch key_dim"],
+    beta: Float[Array, "*batch"],
+) -> tuple[Float[Array, "*batch key_dim value_dim"], Float[Array, "*batch value_dim"]]:
+    """`delta_step` for large states: the old state is read once for key and query together, the new one not at all.
+
+    With `S` decayed and `u` what is written, `(S + k u^T)^T q = S^T q + (k . q) u`.
+    """
+    decay = jnp.exp(log_decay)
+    reads = jnp.stack([key, query], axis=-2) * decay[..., None, :]
+    recalled = jnp.einsum("...nk,...kv->...nv", reads, state, precision=jax.lax.Precision.HIGHEST)
+    written = beta[..., None] * (value - recalled[..., 0, :])
+    output = recalled[..., 1, :] + jnp.sum(query * key, axis=-1, keepdims=True) * written
+    return state * decay[..., None] + key[..., None] * written[..., None, :], output
+
+
 def _read(state: Float[Array, "*batch key_dim value_dim"], key: Float[Array, "*batch key_dim"]) -> Array:
     return jnp.einsum("...k,...kv->...v", key, state, precision=jax.lax.Precision.HIGHEST)
 

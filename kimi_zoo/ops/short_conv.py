@@ -68,6 +68,8 @@ def _shifted(x: Array, window: Array | None, width: int) -> tuple[list[Array], A
     padding."""
     seq = x.shape[1]
     extended = _extend(x, window, width)
+    if window is not None and seq == 1:  # or XLA joins the two anew for every tap
+        extended = jax.lax.optimization_barrier(extended)
     shifted = [extended[:, width - 1 - j : width - 1 - j + seq] for j in range(width)]
     return shifted, extended[:, seq:]
 

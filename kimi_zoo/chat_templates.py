@@ -11,6 +11,7 @@ from typing import Any, final
 from kimi_zoo.checkpoints.files import CheckpointError, read_json
 
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters that no text has a meaning for
+TURN_BEGINS, TURN_ENDS = "\U00100000", "\U00100001"  # rendered around what `{% generation %}` encloses
 
 
 def read_chat_template(folder: Path) -> str | None:
@@ -98,17 +99,20 @@ def render(source: str, names: Mapping[str, Any]) -> str:
 def _compiled(source: str):
     """A template in a sandbox that keeps it from changing what it is given, with the helpers that templates expect."""
     import jinja2
+    from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` around what the assistant wrote: matters in training alone, and shows nothing."""
+        """`{% generation %}` around what the assistant wrote, which training learns: rendered between two marks."""
 
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            line = next(parser.stream).lineno
+            mark = lambda text: nodes.Output([nodes.TemplateData(text)], lineno=line)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return [mark(TURN_BEGINS), *body, mark(TURN_ENDS)]
 
     def raise_exception(message: str):
         raise jinja2.TemplateError(message)

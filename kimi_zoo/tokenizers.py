@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex, final
 
 from kimi_zoo.bundled import find_weights
-from kimi_zoo.chat_templates import Mask, read_chat_template, render
+from kimi_zoo.chat_templates import TURN_BEGINS, TURN_ENDS, Mask, read_chat_template, render
 from kimi_zoo.checkpoints.files import CheckpointError, list_some, read_json
 
 _SPECIAL_SLOTS = 256  # ids above the ranks of a `tiktoken.model`, named or not
@@ -179,25 +179,76 @@ class Tokenizer(ABC):
 
         **Raises:** `ValueError` if the folder has no chat template, or if the template refuses the messages.
         """
+        render, restore = self._renderer(messages)
+        text = render(messages, add_generation_prompt).replace(TURN_BEGINS, "").replace(TURN_ENDS, "")
+        return self._encode_rendered(text, restore)
+
+    def encode_conversation(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+        """Returns the ids of a conversation, and which of them the assistant wrote: what training learns.
+
+        A turn of the assistant is what the template encloses in `{% generation %}`; without that, what follows the
+        generation prompt, to the last control token of the turn, which ends it.
+
+        **Raises:** `ValueError` as `apply_chat_template`, and if the template says nothing of turns and rewrites
+        earlier ones as a conversation goes on.
+        """
+        render, restore = self._renderer(messages)
+        text = render(messages, False)
+        if TURN_BEGINS not in text:
+            text = self._mark_turns(messages, text, render)
+        ids: list[int] = []
+        learned: list[bool] = []
+        for part in re.split(f"(?={TURN_BEGINS}|{TURN_ENDS})", text):
+            new = self._encode_rendered(part.lstrip(TURN_BEGINS + TURN_ENDS), restore)
+            ids += new
+            learned += [part.startswith(TURN_BEGINS)] * len(new)
+        return ids, learned
+
+    def _renderer(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Callable[..., str], Callable[[str], str]]:
+        """What renders a beginning of these messages, with everything hidden that only the template may say, and what
+        shows it again."""
         if self.chat_template is None:
             raise ValueError(
                 f"{self._folder} has no chat template: neither chat_template.jinja nor `chat_template` in "
                 "tokenizer_config.json. Put the chat_template.jinja of the model's publisher into the folder, or use "
                 "plain prompts: a model without a chat format completes text."
             )
-        masked = Mask(self._control_pattern, avoid=(self.chat_template, messages))
-        text = render(
-            self.chat_template,
-            {
-                "messages": masked.hide(messages),
-                "add_generation_prompt": add_generation_prompt,
-                "bos_token": self._name_or_empty(self.bos_id),
-                "eos_token": self._name_or_empty(self.eos_ids[0] if self.eos_ids else None),
-                "pad_token": self._name_or_empty(self.pad_id),
-            },
-        )
-        pieces = self._split_at_control(text)
-        return self._encode_pieces((masked.restore(plain), control) for plain, control in pieces)
+        template = self.chat_template
+        pattern = re.compile(f"{TURN_BEGINS}|{TURN_ENDS}|{self._control_pattern.pattern}", self._control_pattern.flags)
+        masked = Mask(pattern, avoid=(template, messages))
+        names = {
+            "bos_token": self._name_or_empty(self.bos_id),
+            "eos_token": self._name_or_empty(self.eos_ids[0] if self.eos_ids else None),
+            "pad_token": self._name_or_empty(self.pad_id),
+        }
+
+        def run(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+            hidden = {"messages": masked.hide(messages), "add_generation_prompt": add_generation_prompt}
+            return render(template, names | hidden)
+
+        return run, masked.restore
+
+    def _mark_turns(self, messages: Sequence[Mapping[str, Any]], text: str, render: Callable[..., str]) -> str:
+        """The rendered text with the assistant's turns between marks, found by rendering beginnings of it."""
+        marked, start = "", 0
+        for index, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            before, after = render(messages[:index], True), render(messages[: index + 1], False)
+            if not (after.startswith(before) and text.startswith(after) and len(before) >= start):
+                raise ValueError(
+                    f"{self._folder}: the chat template does not show which part of message {index} the assistant "
+                    "wrote, since it renders a longer conversation otherwise than its beginning. Put "
+                    "{% generation %} ... {% endgeneration %} around the assistant's turns in the template."
+                )
+            ends = [match.end() for match in self._control_pattern.finditer(after, len(before))]
+            end = ends[-1] if ends else len(after)
+            marked += text[start : len(before)] + TURN_BEGINS + text[len(before) : end] + TURN_ENDS
+            start = end
+        return marked + text[start:]
+
+    def _encode_rendered(self, text: str, restore: Callable[[str], str]) -> list[int]:
+        return self._encode_pieces((restore(plain), control) for plain, control in self._split_at_control(text))
 
     def _name_or_empty(self, token: int | None) -> str:
         return "" if token is None else self.id_to_token(token)

@@ -111,6 +111,14 @@ class Blocks:
         part = self.part(axis, index, index + 1)
         return part.reshaped(part.shape[:axis] + part.shape[axis + 1 :])
 
+    def items(self) -> list["Blocks"]:
+        """`list(tensor)`: a tensor per index of the first axis."""
+        below: list[list[Block]] = [[] for _ in range(self.shape[0])]
+        for block in self.blocks:
+            for index in range(block.offset[0], block.offset[0] + block.shape[0]):
+                below[index].append(block)
+        return [Blocks(self.shape, self.dtype, tuple(blocks)).item(0, i) for i, blocks in enumerate(below)]
+
     def reshaped(self, shape: Shape) -> "Blocks":
         """The same values in another shape: any for a tensor of one block, else one with other axes of size one."""
         if shape == self.shape:

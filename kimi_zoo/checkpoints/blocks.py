@@ -254,3 +254,24 @@ class Zeros:
     def same_bytes(self, other: Source) -> bool:
         """Whether the other is padding too."""
         return isinstance(other, Zeros) and other.shape == self.shape
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A source whose values are made when they are looked at."""
+
+    shape: Shape
+    dtype: np.dtype
+    make: Callable[[], np.ndarray]
+    where: str = "computed"
+
+    def array(self) -> np.ndarray:
+        """The values."""
+        return self.make()
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+    def same_bytes(self, other: Source) -> bool:
+        """Whether the other is this."""
+        return other is self

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from kimi_zoo.bundled import find_weights
 from kimi_zoo.checkpoints.configs import read_config, write_config
 from kimi_zoo.checkpoints.files import (
+    CARRIED,
     CheckpointError,
     aligned_empty,
     atomic_folder,
@@ -34,12 +35,6 @@ from kimi_zoo.checkpoints.tables import kimi_linear as table
 from kimi_zoo.models.kimi_linear import KimiLinear, KimiLinearConfig, Published, with_published
 
 logger = logging.getLogger("kimi_zoo")
-
-# files beside the weights that belong to the model for its users; copied as they are, never run
-CARRIED = """
-    generation_config.json tokenizer.json tokenizer_config.json tiktoken.model tokenizer.model special_tokens_map.json
-    added_tokens.json vocab.json merges.txt chat_template.jinja chat_template.json
-    """.split()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@
 every parameter by the table in `tables/megatron.py`. No values are read.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,8 @@ from kimi_zoo.checkpoints.files import CheckpointError, join_problems, list_some
 from kimi_zoo.checkpoints.megatron_args import ZERO_CENTERED, settle
 from kimi_zoo.checkpoints.megatron_facts import Stack, facts_of, find_stack
 from kimi_zoo.checkpoints.megatron_legacy import Legacy, join_parts
-from kimi_zoo.checkpoints.megatron_names import OUTER, Key, Place
-from kimi_zoo.checkpoints.megatron_run import Run, open_run
+from kimi_zoo.checkpoints.megatron_names import OUTER, Key, Place, parse_name
+from kimi_zoo.checkpoints.megatron_run import Run, open_run, unstacked
 from kimi_zoo.checkpoints.megatron_sections import Misfit, cut_rank, trim
 from kimi_zoo.checkpoints.tables import megatron as table
 from kimi_zoo.checkpoints.tables.megatron import EXPERT, Row, Section, Variant, dimensions, sized
@@ -122,6 +123,7 @@ class _Pool:
         self.spellings: dict[str, str] = {}
         self.problems: list[str] = []
         self.notes: list[str] = []
+        self.partial = False  # whether parameters may be missing
         self.trimmed: dict[str, tuple[int, int]] = {}
         self.plus_one = any((run.args or {}).get(name) for name in ZERO_CENTERED)
         if self.plus_one:
@@ -165,7 +167,8 @@ class _Pool:
                 return self._pieces(row, [(section, (name + section.tag,)) for section in row.sections], place, expert)
         if row.sections[0].own and Key(place, row.sections[0].own[0]) in self.run.keys:
             return self._pieces(row, [(section, section.own) for section in row.sections], place, expert)
-        self.problems.append(f"{Key(place, row.name, expert)} is missing")
+        if not self.partial:
+            self.problems.append(f"{Key(place, row.name, expert)} is missing")
         return None
 
     def _pieces(
@@ -236,7 +239,12 @@ def _published(pool: _Pool, config: KimiLinearConfig, stack: Stack) -> dict[str,
     """Every tensor of the model, in the order of published files."""
     out: dict[str, Blocks] = {}
     variant = _variant(pool.run, [pair[0] for pair in stack.places])
-    pool.spellings["variant"] = "packed" if variant.packed else "plain"
+    if variant.packed:
+        pool.spellings["in_proj"] = "packed"
+    if variant.joint_down:
+        pool.spellings["down"] = "joint"
+    if pool.run.experts:
+        pool.spellings["experts"] = pool.run.experts
     first, *last = table.outer_rows(config)
     _add(out, pool, (first,), OUTER, "", config)
     for layer, (attention, mlp) in enumerate(stack.places):
@@ -252,6 +260,8 @@ def _add(
 ) -> None:
     for row in rows:
         if row.name == "mlp.router.expert_bias" and _has_no_bias(pool, place):
+            if pool.partial:
+                continue
             zeros = whole(Zeros((config.num_experts,), np.dtype(np.float32)))
             out[prefix + row.sections[0].published] = zeros
             note = "The router has no balancing bias; zeros are written for it, which change nothing."
@@ -291,4 +301,35 @@ def _prediction(pool: _Pool, config: KimiLinearConfig) -> dict[str, Blocks]:
             if any(name.startswith("mlp.") for name in names):
                 kind = "moe" if "mlp.router.weight" in names else "dense"
                 _add(out, pool, table.mlp_rows(config, kind), place, prefix, config)
+    return out
+
+
+OPTIMIZER_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(fp32_param|exp_avg|exp_avg_sq)\.(.+)")
+SHARDED_STATE = re.compile(r"optimizer\.state\.((?:module\.)*.+)\.(exp_avg|exp_avg_sq|fp32_param|step)")
+
+
+def optimizer_tensors(found: Megatron) -> dict[str, Blocks]:
+    """The optimizer's tensors under published names: `exp_avg.model.layers.0...` and so on."""
+    states: dict[str, dict[Key, Blocks]] = defaultdict(dict)
+    for name, tensor in found.run.optimizer.items():
+        if match := OPTIMIZER_STATE.fullmatch(name):
+            kind, parameter = match.groups()
+        elif match := SHARDED_STATE.fullmatch(name):
+            parameter, kind = match.groups()
+        else:
+            continue
+        if (key := parse_name(parameter)) is not None:
+            states[kind][key] = tensor
+    out: dict[str, Blocks] = {}
+    for kind, stored in states.items():
+        tensors = unstacked(stored, found.run.folder)
+        shapes = {key: tensor.shape for key, tensor in tensors.items()}
+        run = replace(found.run, source=tensors, keys=set(tensors), shapes=shapes)
+        pool = _Pool(run, found.config)
+        pool.plus_one = False
+        pool.partial = True
+        published = {**_published(pool, found.config, found.stack), **_prediction(pool, found.config)}
+        if pool.problems:
+            raise CheckpointError(f"{found.run.folder}: state of the optimizer:\n" + join_problems(pool.problems))
+        out |= {f"{kind}.{name}": tensor for name, tensor in published.items()}
     return out

@@ -79,6 +79,7 @@ class Legacy:
     unknown: list[str]
     left_out: dict[str, int]
     nbytes: int
+    experts: str = ""
     notes: list[str] = field(default_factory=list)
 
 
@@ -237,8 +238,21 @@ def _tensors(model: Mapping[str, Any], file: TorchFile, out: Legacy) -> dict[Key
             raise CheckpointError(f"{file.where} holds {key} twice, as {names[key]:.100} and as {name:.100}.")
         else:
             tensors[key], names[key] = whole(value), name
+            out.experts = out.experts or _experts_style(name)
             out.nbytes += tensors[key].nbytes
     return tensors
+
+
+def _experts_style(name: str) -> str:
+    if ".experts." not in name or "shared_experts" in name:
+        return ""
+    return (
+        "sequential"
+        if "local_experts" in name
+        else "grouped"
+        if name.endswith(("weight1", "weight2")) and ("linear_fc" not in name)
+        else "te_grouped"
+    )
 
 
 def _flat(model: Mapping[str, Any], prefix: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:

@@ -39,6 +39,7 @@ class Run:
     - `args`: the arguments of the run as plain values, `None` if there are none. `iteration`: of training.
     - `parallel`: what it was split over: `{"TP": 2, ...}`.
     - `source`: the parameters, whole (by key) or by rank. `keys`: of all of them. `shapes`: over the whole model.
+    - `experts`: how experts are named in the legacy format: `"te_grouped"`, `"sequential"`, `"grouped"`.
     - `unknown`: names that are not those of a parameter. `left_out`: what -> how many entries are not of the model.
     """
 
@@ -53,6 +54,7 @@ class Run:
     unknown: list[str]
     left_out: dict[str, int]
     optimizer: dict[str, Blocks] = field(default_factory=dict)
+    experts: str = ""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -118,7 +120,7 @@ def _legacy_run(folder: Path) -> Run:
         shapes[key] = shape
     run = Run(
         folder, "legacy", legacy.args, legacy.iteration, parallel, legacy, set(legacy.parts), shapes,
-        legacy.unknown, dict(legacy.left_out),
+        legacy.unknown, dict(legacy.left_out), experts=legacy.experts,
     )  # fmt: skip
     _check_iteration(run)
     return run
@@ -151,7 +153,7 @@ def _dist_run(folder: Path) -> Run:
             raise CheckpointError(f"{folder} holds {key} twice, as {names[key]:.100} and as {name:.100}.")
         else:
             tensors[key], names[key] = tensor, name
-    tensors = _unstacked(tensors, folder)
+    tensors = unstacked(tensors, folder)
     parallel = {short: (args or {}).get(name) for name, short in PARALLEL.items()}
     sharded = any(name.startswith("model.module.") for name in names.values())
     run = Run(
@@ -178,7 +180,7 @@ def _common(folder: Path, stored: DistCheckpoint) -> dict[str, Any]:
     return {name: stored.read_object(name) for name in ("args", "iteration") if name in stored.objects}
 
 
-def _unstacked(tensors: dict[Key, Blocks], folder: Path) -> dict[Key, Blocks]:
+def unstacked(tensors: dict[Key, Blocks], folder: Path) -> dict[Key, Blocks]:
     """Layers and experts one by one, where one tensor holds all of them."""
     out: dict[Key, Blocks] = {}
 

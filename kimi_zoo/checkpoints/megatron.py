@@ -64,6 +64,8 @@ def open_megatron(path: str | Path, *, config: Mapping[str, Any] | None = None) 
     tensors = _published(pool, model, stack)
     prediction = _prediction(pool, model)
     pool.finish(model)
+    if pool.stored.split_downs:
+        pool.spellings["down_ranks"] = "split"
     notes = [*run.notes, *pool.notes, *(run.source.notes if isinstance(run.source, Legacy) else ())]
     _check_fp8(run, tensors)
     return Megatron(run, model, stack, tensors, pool.spellings, prediction, run.left_out, notes)
@@ -79,8 +81,14 @@ def _check_fp8(run: Run, tensors: Mapping[str, Blocks]) -> None:
         )
 
 
+_DOWNS = tuple(row.name for row in table.INSIDE if row.replicable)
+
+
 class Stored(Protocol):
-    """Parameters as they lie in the files."""
+    """Parameters as they lie in the files; `split_downs`: whether MLA's down projections are split over ranks."""
+
+    @property
+    def split_downs(self) -> bool: ...
 
     def sections(self, key: Key, row: Row, sizes: Mapping[str, int], problems: list[str]) -> list[Blocks] | None:
         """The sections of a parameter over the whole model; `None` with a reason in `problems`."""
@@ -92,6 +100,7 @@ class _Dist:
 
     def __init__(self, tensors: Mapping[Key, Blocks]):
         self.tensors = tensors
+        self.split_downs = any(len(t.blocks) > 1 for key, t in tensors.items() if key.name in _DOWNS)
 
     def sections(self, key: Key, row: Row, sizes: Mapping[str, int], problems: list[str]) -> list[Blocks] | None:
         try:
@@ -106,6 +115,10 @@ class _Ranked:
 
     def __init__(self, legacy: Legacy):
         self.legacy = legacy
+
+    @property
+    def split_downs(self) -> bool:
+        return self.legacy.split_downs
 
     def sections(self, key: Key, row: Row, sizes: Mapping[str, int], problems: list[str]) -> list[Blocks] | None:
         return join_parts(self.legacy, key, row, sizes, problems)

@@ -93,11 +93,13 @@ class Writer:
         if row.expert:
             name = name.replace("mlp.experts.", "mlp.experts.experts.")
         by_themselves = row.sections[0].tag.startswith(".") and len(row.sections) > 1
+        sections = parameter.sections
+        if row in (EMBEDDING, HEAD):
+            sections = tuple(pad(values, 0, self.settled.padded_vocab) for values in sections)
         start = 0
-        for section, values in zip(row.sections, parameter.sections, strict=True):
+        for section, values in zip(row.sections, sections, strict=True):
             full = name + (section.tag if by_themselves else "")
-            values = pad(values, 0, self.settled.padded_vocab) if row in (EMBEDDING, HEAD) else values
-            length = values.shape[0] if by_themselves else sum(s.shape[0] for s in parameter.sections)
+            length = values.shape[0] if by_themselves else sum(s.shape[0] for s in sections)
             shape = (length, *values.shape[1:])
             self.shapes[full] = (self.experts, *shape) if row.expert else shape
             self.dtypes[full] = values.dtype

@@ -69,7 +69,10 @@ class Part:
 
 @dataclass
 class Legacy:
-    """All ranks' tensors: `parts` by parameter, with layers numbered over the whole model."""
+    """All ranks' tensors: `parts` by parameter, with layers numbered over the whole model.
+
+    `experts` is how experts are named; `split_downs`, found while joining, whether MLA's down projections are split.
+    """
 
     folder: Path
     args: dict[str, Any] | None
@@ -80,6 +83,7 @@ class Legacy:
     left_out: dict[str, int]
     nbytes: int
     experts: str = ""
+    split_downs: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -341,6 +345,8 @@ def join_parts(
             legacy.notes.append(
                 f"{key} differs between {names} where one has NaN or infinity; the first one's values are taken."
             )
+    if row.replicable and split > 1 and not any(everywhere for _, everywhere in cuts.values()):
+        legacy.split_downs = True
     everywhere = row.axis is None or any(whole_there for _, whole_there in cuts.values())
     holders = {part.tp for part in parts}
     expected = 1 if everywhere else split

@@ -6,7 +6,7 @@ Every operation is arithmetic on shapes. Values are read when `stream` or `read`
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,6 +16,7 @@ Shape = tuple[int, ...]
 View = Callable[[np.ndarray], np.ndarray]
 
 
+@runtime_checkable
 class Source(Protocol):
     """A tensor that lies in a file."""
 

@@ -5,30 +5,19 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
-
-import numpy as np
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from kimi_zoo.checkpoints.blocks import Blocks
-from kimi_zoo.checkpoints.files import CARRIED, CheckpointError, check_destination, list_some, read_json
+from kimi_zoo.checkpoints.files import CARRIED, CheckpointError, check_destination, list_some
 from kimi_zoo.checkpoints.megatron_output import MegatronLayout, MegatronOutput
 from kimi_zoo.checkpoints.published_output import PublishedOutput
-from kimi_zoo.checkpoints.safetensors_header import DTYPE_NAMES
-from kimi_zoo.checkpoints.sources import Opened, open_source
-from kimi_zoo.checkpoints.staging import identity_of, stage
+from kimi_zoo.checkpoints.sources import Opened, open_source, read_given_config
+from kimi_zoo.checkpoints.staging import Staging, identity_of, stage
+from kimi_zoo.checkpoints.watch import Watch
 
 Target = Literal["hf", "megatron"]
-# the largest bit pattern, without its sign, that is still finite
-_FINITE = {
-    "F64": 0x7FEFFFFFFFFFFFFF,
-    "F32": 0x7F7FFFFF,
-    "F16": 0x7BFF,
-    "BF16": 0x7F7F,
-    "F8_E5M2": 0x7B,
-    "F8_E4M3": 0x7E,
-}
 
 
 @dataclass(frozen=True)
@@ -83,39 +72,7 @@ class Conversion:
     warnings: tuple[str, ...]
 
 
-@dataclass
-class Watch:
-    """Looks at everything that is written: checksums, values that are not finite, progress."""
-
-    advance: Callable[[int], None]
-    checksums: dict[str, int] = field(default_factory=dict)
-    not_finite: list[str] = field(default_factory=list)
-
-    def stream(self, name: str, tensor: Blocks) -> Iterator[np.ndarray]:
-        """The bytes of a tensor, watched; its stored pieces are released afterwards."""
-        check = finite_check(tensor.dtype)
-        checksum, finite = 0, True
-        for part in tensor.stream():
-            checksum = zlib.crc32(part, checksum)
-            finite = finite and check(part)
-            yield part
-            self.advance(part.nbytes)
-        tensor.release()
-        self.checksums[name] = checksum
-        if not finite:
-            self.not_finite.append(name)
-
-
-def finite_check(dtype: np.dtype) -> Callable[[np.ndarray], bool]:
-    """Says of raw bytes whether all values are finite; always true for integers."""
-    limit = _FINITE.get(DTYPE_NAMES.get(dtype, ""))
-    if limit is None:
-        return lambda _: True
-    bits = np.dtype(f"u{dtype.itemsize}")
-    mask = bits.type(2 ** (8 * dtype.itemsize - 1) - 1)
-    return lambda part: not part.size or int((part.view(bits) & mask).max()) <= limit
-
-
+@runtime_checkable
 class Output(Protocol):
     """One format that can be written."""
 
@@ -234,7 +191,8 @@ def prepare(
     source, destination = Path(source), Path(destination)
     check_destination(destination.resolve(), overwrite)
     _check_apart(source, destination)
-    given, beside = _given_config(config)
+    given = read_given_config(config)
+    beside = Path(config) if isinstance(config, str | Path) and Path(config).is_dir() else None
     with open_source(source, config=given) as opened:
         wanted = options.to or ("megatron" if opened.kind == "safetensors" else "hf")
         if wanted == "hf":
@@ -256,16 +214,6 @@ def _check_apart(source: Path, destination: Path) -> None:
     one, other = source.resolve(), destination.resolve()
     if one == other or one.is_relative_to(other) or (other.is_relative_to(one) and one.is_dir()):
         raise CheckpointError(f"{destination} and {source} lie within one another; choose a destination elsewhere.")
-
-
-def _given_config(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, Path | None]:
-    """The fields given, and the folder that they lie in."""
-    if config is None or isinstance(config, Mapping):
-        return None if config is None else dict(config), None
-    path = Path(config)
-    if path.is_dir():
-        return read_json(path / "config.json"), path
-    return read_json(path), None
 
 
 def _plan(opened: Opened, output: Output, destination: Path) -> Plan:
@@ -295,7 +243,7 @@ def _check_space(destination: Path, needed: int) -> None:
         )
 
 
-def _write(output: Output, staging: Any, report: Callable[[str, int, int], None]) -> Watch:
+def _write(output: Output, staging: Staging, report: Callable[[str, int, int], None]) -> Watch:
     files = output.files()
     total, done = sum(files.values()), 0
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -84,11 +84,14 @@ def _check_fp8(run: Run, tensors: Mapping[str, Blocks]) -> None:
 _DOWNS = tuple(row.name for row in table.INSIDE if row.replicable)
 
 
+@runtime_checkable
 class Stored(Protocol):
     """Parameters as they lie in the files; `split_downs`: whether MLA's down projections are split over ranks."""
 
     @property
-    def split_downs(self) -> bool: ...
+    def split_downs(self) -> bool:
+        """Whether they are."""
+        ...
 
     def sections(self, key: Key, row: Row, sizes: Mapping[str, int], problems: list[str]) -> list[Blocks] | None:
         """The sections of a parameter over the whole model; `None` with a reason in `problems`."""

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,7 @@ from kimi_zoo.checkpoints.pickles import Name
 from kimi_zoo.checkpoints.tables.megatron import EMBEDDING, HEAD
 from kimi_zoo.checkpoints.torch_dist import METADATA
 from kimi_zoo.checkpoints.torch_saving import size, torch_dtype, write_archive
-
-if TYPE_CHECKING:
-    from kimi_zoo.checkpoints.convert import Watch
+from kimi_zoo.checkpoints.watch import Watch
 
 CLASSES = "torch.distributed.checkpoint.metadata"
 
@@ -53,7 +51,7 @@ class Writer:
         """Files and the bytes of their tensors."""
         return {file: sum(piece.values.nbytes for piece in pieces) for file, pieces in self.pieces.items()}
 
-    def write(self, path: Path, file: str, watch: "Watch", args: Mapping[str, Any]) -> dict[str, Any]:
+    def write(self, path: Path, file: str, watch: Watch, args: Mapping[str, Any]) -> dict[str, Any]:
         """Writes one rank's file. **Returns:** the place of each chunk in it."""
         places = []
         with atomic_file(path) as out:
@@ -70,7 +68,7 @@ class Writer:
             "args": namespace(args),
             "checkpoint_version": 3.0,
             "iteration": self.settled.iteration,
-            "content_metadata": {"singleton_local_shards": False},
+            "content_metadata": {"singleton_local_shards": self.settled.experts == "singleton"},
         }
         with atomic_file(folder / COMMON) as out:
             write_archive(out, common, stream=lambda _, tensor: tensor.stream(), root="common")
@@ -90,9 +88,11 @@ class Writer:
         """How a parameter is stored: its sections by themselves, or one after another, cut for the ranks."""
         row, key = parameter.row, parameter.key
         name = key.prefix + key.name
+        singleton = self.settled.experts == "singleton"
         if row.expert:
-            name = name.replace("mlp.experts.", "mlp.experts.experts.")
-        by_themselves = row.sections[0].tag.startswith(".") and len(row.sections) > 1
+            number = f"{key.expert}." if singleton else ""
+            name = name.replace("mlp.experts.", f"mlp.experts.experts.{number}")
+        by_themselves = (row.sections[0].tag.startswith(".") or singleton) and len(row.sections) > 1
         sections = parameter.sections
         if row in (EMBEDDING, HEAD):
             sections = tuple(pad(values, 0, self.settled.padded_vocab) for values in sections)
@@ -101,7 +101,7 @@ class Writer:
             full = name + (section.tag if by_themselves else "")
             length = values.shape[0] if by_themselves else sum(s.shape[0] for s in sections)
             shape = (length, *values.shape[1:])
-            self.shapes[full] = (self.experts, *shape) if row.expert else shape
+            self.shapes[full] = (self.experts, *shape) if row.expert and not singleton else shape
             self.dtypes[full] = values.dtype
             yield from self._cut(parameter, full, values, 0 if by_themselves else start)
             start += values.shape[0]
@@ -116,7 +116,7 @@ class Writer:
             offset[0] = start
             offset[axis] += rank * part.shape[axis]
             owner = self._rank(parameter, rank)
-            if expert is None:
+            if expert is None or settled.experts == "singleton":
                 yield Piece(name, tuple(offset), part, owner)
             else:
                 yield Piece(name, (expert, *offset), part.reshaped((1, *part.shape)), owner)

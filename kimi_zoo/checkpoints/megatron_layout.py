@@ -22,7 +22,8 @@ class MegatronLayout:
     - `tp`, `pp`, `ep`, `vpp`: tensor, pipeline, expert parallel ranks, virtual pipeline stages: 1.
     - `etp`: expert tensor parallel ranks: as many as `tp`, or 1.
     - `stack`: `"gpt"` numbers whole layers, `"hybrid"` attention and MLP by themselves.
-    - `experts`: names of experts in the legacy format: `"te_grouped"`, `"sequential"` or `"grouped"`.
+    - `experts`: names of experts in the legacy format: `"te_grouped"`, `"sequential"` or `"grouped"`. In `torch_dist`
+        they are stacked, or, with `"singleton"`, stored one by one.
     - `norms`: `"fused"` norms belong to the projection behind them, `"separate"` ones are modules: as in Transformer
         Engine layers (fused, but for the experts' norm) if nothing is known.
     - `vocab_multiple`: the vocabulary is padded to a multiple of this times `tp`: 128.
@@ -36,7 +37,7 @@ class MegatronLayout:
     etp: int | None = None
     vpp: int | None = None
     stack: Literal["gpt", "hybrid"] | None = None
-    experts: Literal["te_grouped", "sequential", "grouped"] | None = None
+    experts: Literal["te_grouped", "sequential", "grouped", "singleton"] | None = None
     norms: Literal["fused", "separate"] | None = None
     vocab_multiple: int | None = None
     iteration: int | None = None
@@ -107,6 +108,8 @@ def settle(layout: MegatronLayout, facts: Mapping[str, Any], config: KimiLinearC
     tp, pp, ep, vpp = number("tp", 1), number("pp", 1), number("ep", 1), number("vpp", 1)
     etp = number("etp", tp) if layout.etp is not None or layout.tp is None else tp
     problems += _divisions(config, tp, pp, ep, etp, vpp)
+    if layout.format == "legacy" and layout.experts == "singleton":
+        problems.append("experts 'singleton' are a form of torch_dist")
     if problems:
         raise CheckpointError("This model cannot be split so:\n" + join_problems(problems))
     args = facts.get("args") or {}
@@ -124,7 +127,7 @@ def settle(layout: MegatronLayout, facts: Mapping[str, Any], config: KimiLinearC
         format=layout.format or known,
         tp=tp, pp=pp, ep=ep, etp=etp, vpp=vpp,
         hybrid=(layout.stack or facts.get("stack")) == "hybrid",
-        experts=layout.experts or names.get("experts", "te_grouped"),
+        experts=layout.experts or names.get("experts") or "te_grouped",
         padded_vocab=padded,
         iteration=iteration if type(iteration) is int and iteration > 0 else 0,
         names=names,

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kimi_zoo.checkpoints.blocks import Blocks, Computed, join, stack, whole
 from kimi_zoo.checkpoints.files import atomic_file
@@ -15,9 +15,7 @@ from kimi_zoo.checkpoints.pickle_writing import Made
 from kimi_zoo.checkpoints.pickles import Name
 from kimi_zoo.checkpoints.tables.megatron import EMBEDDING, HEAD
 from kimi_zoo.checkpoints.torch_saving import write_archive
-
-if TYPE_CHECKING:
-    from kimi_zoo.checkpoints.convert import Watch
+from kimi_zoo.checkpoints.watch import Watch
 
 
 def namespace(args: Mapping[str, Any]) -> Made:
@@ -45,7 +43,7 @@ class Writer:
             for file, rank in self.ranks.items()
         }
 
-    def write(self, path: Path, file: str, watch: "Watch", args: Mapping[str, Any]) -> dict[str, Any]:
+    def write(self, path: Path, file: str, watch: Watch, args: Mapping[str, Any]) -> dict[str, Any]:
         """Writes one rank's file."""
         models = self._models(*self.ranks[file])
         virtual = self.settled.vpp > 1

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kimi_zoo.checkpoints import megatron_dist_saving as dist
 from kimi_zoo.checkpoints import megatron_legacy_saving as legacy
@@ -13,16 +13,14 @@ from kimi_zoo.checkpoints.megatron_args import PARALLEL, args_of_config
 from kimi_zoo.checkpoints.megatron_layout import MegatronLayout, Parameter, Settled, settle
 from kimi_zoo.checkpoints.megatron_names import OUTER, Key, Place
 from kimi_zoo.checkpoints.megatron_run import TRACKER, open_run
-from kimi_zoo.checkpoints.published_output import RUN_FILE, dtype_of, run_facts
-from kimi_zoo.checkpoints.sources import Opened
+from kimi_zoo.checkpoints.published_output import RUN_FILE, run_facts
+from kimi_zoo.checkpoints.sources import Opened, dtype_of
 from kimi_zoo.checkpoints.tables import megatron as table
 from kimi_zoo.checkpoints.tables.kimi_linear import adapt_config
 from kimi_zoo.checkpoints.tables.megatron import EXPERT, Row, Variant, dimensions, sized
 from kimi_zoo.checkpoints.torch_saving import torch_dtype
+from kimi_zoo.checkpoints.watch import Watch
 from kimi_zoo.models.kimi_linear_config import KimiLinearConfig
-
-if TYPE_CHECKING:
-    from kimi_zoo.checkpoints.convert import Watch
 
 
 class MegatronOutput:
@@ -46,7 +44,7 @@ class MegatronOutput:
         """Weight files and the bytes of their tensors."""
         return self.writer.files()
 
-    def write(self, folder: Path, file: str, watch: "Watch") -> dict[str, Any]:
+    def write(self, folder: Path, file: str, watch: Watch) -> dict[str, Any]:
         """Writes one rank's file."""
         return self.writer.write(folder / file, file, watch, self.args)
 

@@ -28,6 +28,8 @@ BESIDE = re.compile(
 )
 OPTIMIZER = re.compile(r"(optimizer|optimizer_state|chained_\d+)[./].*", re.DOTALL)
 
+SINGLETON = re.compile(r"\.experts\.experts\.\d+\.")
+
 SPLIT_AXES = {row.name: row for row in (*OUTSIDE, *INSIDE, *PREDICTION)}
 
 
@@ -39,7 +41,8 @@ class Run:
     - `args`: the arguments of the run as plain values, `None` if there are none. `iteration`: of training.
     - `parallel`: what it was split over: `{"TP": 2, ...}`.
     - `source`: the parameters, whole (by key) or by rank. `keys`: of all of them. `shapes`: over the whole model.
-    - `experts`: how experts are named in the legacy format: `"te_grouped"`, `"sequential"`, `"grouped"`.
+    - `experts`: how experts are named: `"te_grouped"`, `"sequential"`, `"grouped"` in the legacy format, `"singleton"`
+        where a distributed one has them and the halves of SwiGLU by themselves, else empty.
     - `unknown`: names that are not those of a parameter. `left_out`: what -> how many entries are not of the model.
     """
 
@@ -160,6 +163,7 @@ def _dist_run(folder: Path) -> Run:
         folder, "fsdp_dtensor" if sharded else "torch_dist", args, iteration if type(iteration) is int else None,
         {name: size for name, size in parallel.items() if type(size) is int}, tensors, set(tensors),
         {key: tensor.shape for key, tensor in tensors.items()}, unknown, dict(left_out), optimizer,
+        "singleton" if any(SINGLETON.search(name) for name in names.values()) else "",
     )  # fmt: skip
     _check_iteration(run)
     return run

@@ -2,20 +2,15 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from kimi_zoo.checkpoints.blocks import Blocks
-from kimi_zoo.checkpoints.configs import write_config
 from kimi_zoo.checkpoints.files import CheckpointError, write_json
 from kimi_zoo.checkpoints.megatron import Megatron, optimizer_tensors
 from kimi_zoo.checkpoints.safetensors import open_checkpoint
 from kimi_zoo.checkpoints.safetensors_saving import LazyTensor, plan_files, write_file, write_index
-from kimi_zoo.checkpoints.sources import Opened, published_blocks
-
-if TYPE_CHECKING:
-    from kimi_zoo.checkpoints.convert import Watch
+from kimi_zoo.checkpoints.sources import Opened, published_blocks, published_config
+from kimi_zoo.checkpoints.watch import Watch
 
 RUN_FILE = "megatron.json"
 """Facts of the run, for people and for the way back."""
@@ -36,7 +31,7 @@ class PublishedOutput:
             else:
                 opened.left_out["tensors of layers that predict one more token"] = len(found.prediction)
         self.state = _optimizer(opened, found) if keep_optimizer else {}
-        self.raw = _config(opened, found, keep_prediction)
+        self.raw = published_config(opened, prediction=keep_prediction)
         self.metadata = {"format": "pt", **_short_facts(found)}
         self.plans = {"model": plan_files(self.kept, max_shard_size)}
         if self.state:
@@ -51,7 +46,7 @@ class PublishedOutput:
             for file, names in plan.items()
         }
 
-    def write(self, folder: Path, file: str, watch: "Watch") -> dict[str, Any]:
+    def write(self, folder: Path, file: str, watch: Watch) -> dict[str, Any]:
         """Writes one file."""
         names = next(plan[file] for plan in self.plans.values() if file in plan)
         every = self.originals()
@@ -81,31 +76,8 @@ class PublishedOutput:
         return {**self.kept, **self.state}
 
 
-def _lazy(name: str, tensor: Blocks, watch: "Watch") -> LazyTensor:
+def _lazy(name: str, tensor: Blocks, watch: Watch) -> LazyTensor:
     return LazyTensor(tensor.shape, tensor.dtype, tensor.read, lambda: watch.stream(name, tensor))
-
-
-def _config(opened: Opened, found: Megatron | None, keep_prediction: bool) -> dict[str, Any] | None:
-    """The fields of `config.json`."""
-    if opened.config is None:
-        if opened.kind in ("distributed", "torch .bin") and opened.raw is None:
-            raise CheckpointError(
-                f"There is no config.json beside {opened.path}, so what model its weights make is not known. "
-                "Give one with --config."
-            )
-        return opened.raw
-    sizes: dict[str, int] = {}
-    for tensor in opened.tensors.values():
-        sizes[str(tensor.dtype)] = sizes.get(str(tensor.dtype), 0) + tensor.nbytes
-    out = write_config(opened.config, opened.raw, max(sizes, key=sizes.__getitem__))
-    if found is not None:
-        if opened.raw is None:
-            out["head_dim"] = opened.config.qk_nope_head_dim + opened.config.qk_rope_head_dim
-        if "kda_disable_fp8" in (found.run.args or {}):
-            out["kda_disable_fp8"] = bool((found.run.args or {})["kda_disable_fp8"])
-        layers = {key.place.number for key in found.run.keys if key.place.kind == "mtp"} if keep_prediction else set()
-        out["num_nextn_predict_layers"] = len(layers)
-    return out
 
 
 def _short_facts(found: Megatron | None) -> dict[str, str]:
@@ -141,11 +113,3 @@ def _optimizer(opened: Opened, found: Megatron | None) -> dict[str, Blocks]:
     if rest := len(found.run.optimizer) - len(state):
         opened.notes.append(f"{len(state)} tensors of the optimizer are kept (of {rest + len(state)} entries).")
     return state
-
-
-def dtype_of(tensors: Mapping[str, Blocks]) -> np.dtype:
-    """The dtype of most bytes."""
-    sizes: dict[np.dtype, int] = {}
-    for tensor in tensors.values():
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
-    return max(sizes, key=sizes.__getitem__)

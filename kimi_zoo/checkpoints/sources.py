@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from kimi_zoo.checkpoints.blocks import Blocks, Source, whole
-from kimi_zoo.checkpoints.configs import parse_config
+from kimi_zoo.checkpoints.configs import parse_config, write_config
 from kimi_zoo.checkpoints.files import CheckpointError, list_some, read_json
 from kimi_zoo.checkpoints.megatron import Megatron, open_megatron
 from kimi_zoo.checkpoints.megatron_names import parse_name
-from kimi_zoo.checkpoints.megatron_run import TRACKER, find_iteration
+from kimi_zoo.checkpoints.megatron_run import TRACKER
 from kimi_zoo.checkpoints.pickles import StandIn
 from kimi_zoo.checkpoints.quantized import dequantize
-from kimi_zoo.checkpoints.safetensors import AbstractCheckpoint, TensorInfo, open_checkpoint
+from kimi_zoo.checkpoints.safetensors import AbstractCheckpoint, TensorInfo, check_copy, open_checkpoint
 from kimi_zoo.checkpoints.torch_dist import is_dist_checkpoint, open_dist_checkpoint
 from kimi_zoo.checkpoints.torch_files import StoredTensor, open_torch_file
 from kimi_zoo.models.kimi_linear_config import KimiLinearConfig
@@ -288,9 +288,53 @@ def _distributed(path: Path, given: Mapping[str, Any] | None) -> Opened:
     return Opened(path, "distributed", KINDS["distributed"], tensors, files, config, raw, path, left_out)
 
 
-def inspect_folder(path: Path) -> Path:
-    """The folder whose files make up a checkpoint: for Megatron, that of the iteration."""
-    return find_iteration(path) if recognise(path) == "megatron" else path
+def recognise_other(folder: Path) -> str | None:
+    """Which of `KINDS` a folder is, if that is another than published layout."""
+    try:
+        kind = recognise(folder)
+    except CheckpointError:
+        return None
+    return None if kind == "safetensors" else kind
+
+
+def read_given_config(config: str | Path | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The fields of a configuration that is given as a file, a folder with `config.json`, or fields."""
+    if config is None or isinstance(config, Mapping):
+        return None if config is None else dict(config)
+    path = Path(config)
+    return read_json(path / "config.json" if path.is_dir() else path)
+
+
+def dtype_of(tensors: Mapping[str, Blocks]) -> np.dtype:
+    """The dtype of most bytes."""
+    sizes: dict[np.dtype, int] = {}
+    for tensor in tensors.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+    return max(sizes, key=sizes.__getitem__)
+
+
+def published_config(opened: Opened, *, prediction: bool = False) -> dict[str, Any]:
+    """The fields of `config.json` for a checkpoint. `prediction`: with the layers that predict one more token.
+
+    **Raises:** `CheckpointError` if it is not known what model the weights make.
+    """
+    if opened.config is None:
+        if opened.raw is None:
+            raise CheckpointError(
+                f"There is no config.json beside {opened.path}, so what model its weights make is not known. "
+                "Give one with --config."
+            )
+        return {name: value for name, value in opened.raw.items() if name != "quantization_config"}
+    out = write_config(opened.config, opened.raw, str(dtype_of(opened.tensors)))
+    if opened.megatron is not None:
+        args = opened.megatron.run.args or {}
+        if opened.raw is None:
+            out["head_dim"] = opened.config.qk_nope_head_dim + opened.config.qk_rope_head_dim
+        if "kda_disable_fp8" in args:
+            out["kda_disable_fp8"] = bool(args["kda_disable_fp8"])
+        layers = {key.place.number for key in opened.megatron.run.keys if key.place.kind == "mtp"}
+        out["num_nextn_predict_layers"] = len(layers) if prediction else 0
+    return out
 
 
 class PublishedTensors(AbstractCheckpoint):
@@ -311,8 +355,6 @@ class PublishedTensors(AbstractCheckpoint):
 
     def read_into(self, name: str, out: np.ndarray) -> None:
         """Copies the values, converting between floating-point dtypes."""
-        from kimi_zoo.checkpoints.safetensors import check_copy
-
         check_copy(self.tensors[name], out)
         self._blocks[name].fill(out)
         self.release(name)

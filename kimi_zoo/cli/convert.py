@@ -72,7 +72,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     ):
         group.add_argument(f"--{name}", type=int, metavar="N", help=text)
     group.add_argument("--stack", choices=("gpt", "hybrid"), help="numbering of layers")
-    group.add_argument("--experts", choices=("te_grouped", "sequential", "grouped"), help="names of experts (legacy)")
+    group.add_argument(
+        "--experts",
+        choices=("te_grouped", "sequential", "grouped", "singleton"),
+        help="names of experts: the first three in legacy, the last in torch_dist (which else stacks them)",
+    )
     group.add_argument("--norms", choices=("fused", "separate"), help="names of norms before a projection")
     group.add_argument("--vocab-multiple", type=int, metavar="N", help="pad the vocabulary to N times --tp")
     group.add_argument("--iteration", type=int, metavar="N", help="number of the iteration; 0 writes a release")

@@ -352,7 +352,9 @@ def join_parts(
     expected = 1 if everywhere else split
     missing = sorted(set(range(layout.tp)) - holders) if not row.expert else []
     if len(by_rank) != expected or missing:
-        problems.append(f"{key} is only on some ranks: {list_some(sorted({p.file.parent.name for p in parts}))}")
+        present = sorted({part.file.parent.name for part in parts})
+        absent = f", not on tensor parallel ranks {missing}" if missing else ""
+        problems.append(f"{key} is only on some ranks: {list_some(present)}{absent}")
         return None
     try:
         return join_ranks([cuts[place][0] for place in sorted(cuts)], None if everywhere else row.axis)

@@ -61,6 +61,21 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def files(self) -> dict[str, int]:
+        """Every file of the iteration, and its bytes."""
+        found = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in found}
+
+    @property
+    def shown(self) -> dict[str, Blocks]:
+        """The parameters under Megatron's own names; of a legacy checkpoint, each rank's piece by itself."""
+        if not isinstance(self.source, Legacy):
+            return {str(key): tensor for key, tensor in self.source.items()}
+        return {
+            f"{part.file.parent.name}/{key}": part.tensor for key, parts in self.source.parts.items() for part in parts
+        }
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the model's parameters as stored, copies included."""
         if isinstance(self.source, Legacy):

@@ -116,10 +116,9 @@ def open_source(path: str | Path, *, config: Mapping[str, Any] | None = None) ->
 def _megatron(path: Path, config: Mapping[str, Any] | None) -> Opened:
     found = open_megatron(path, config=config)
     run = found.run
-    files = {str(f.relative_to(run.folder)): f.stat().st_size for f in sorted(run.folder.rglob("*")) if f.is_file()}
     raw = dict(config) if config is not None and "model_type" in config else None
     return Opened(
-        path, "megatron", f"Megatron {run.kind}", found.tensors, files, found.config, raw, run.folder, run.left_out,
+        path, "megatron", f"Megatron {run.kind}", found.tensors, run.files, found.config, raw, run.folder, run.left_out,
         found.notes, found,
     )  # fmt: skip
 

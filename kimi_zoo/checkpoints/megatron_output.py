@@ -61,7 +61,7 @@ class MegatronOutput:
 
     def originals(self) -> dict[str, Blocks]:
         """What should lie there."""
-        expected = table_names(self.config)
+        expected = published_shapes(self.config)
         kept = {name for parameter in self.parameters for name in _published_names(parameter, self.config)}
         return {n: t for n, t in normalised(self.opened.tensors, self.config).items() if n in kept or n in expected}
 
@@ -113,18 +113,24 @@ def _args(
     }  # fmt: skip
 
 
-def table_names(config: KimiLinearConfig) -> set[str]:
-    """Every published name of the model."""
-    names = {section.published for row in table.outer_rows(config) for section in row.sections}
-    for layer in range(config.num_hidden_layers):
-        rows = (
-            *table.attention_rows(config, config.layer_kinds[layer]),
-            *table.mlp_rows(config, config.mlp_kinds[layer]),
-        )
+def published_shapes(config: KimiLinearConfig) -> dict[str, tuple[int, ...]]:
+    """Every published name of the model, and its usual shape."""
+    sizes = dimensions(config)
+    out: dict[str, tuple[int, ...]] = {}
+
+    def add(rows: Iterable[Row], prefix: str) -> None:
         for row in rows:
             for expert in range(config.num_experts) if row.expert else (0,):
-                names |= {f"model.layers.{layer}." + s.published.replace(EXPERT, str(expert)) for s in row.sections}
-    return names
+                for section in row.sections:
+                    name = prefix + section.published.replace(EXPERT, str(expert))
+                    out[name] = sized(section.published_shape or section.shape, sizes)
+
+    add(table.outer_rows(config), "")
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        add(table.attention_rows(config, config.layer_kinds[layer]), prefix)
+        add(table.mlp_rows(config, config.mlp_kinds[layer]), prefix)
+    return out
 
 
 def _published_names(parameter: Parameter, config: KimiLinearConfig) -> Iterator[str]:

@@ -25,8 +25,8 @@ examples:
 
 --json prints one object with the keys
   path, format, run (of Megatron), model_type, loaded (whether this version loads the family), config, quantization,
-  files, companions, pattern, layers, parameters {total, active}, routing, parts, dtypes, memory_per_sequence, notes and,
-  with --tensors, tensors"""
+  files, companions, pattern, layers, parameters {total, active}, routing, parts, dtypes, memory_per_sequence,
+  notes and, with --tensors, tensors"""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

@@ -9,8 +9,10 @@ import importlib.metadata
 _MODULES = {
     "kimi_zoo.bundled": ("bundled_weights", "find_weights"),
     "kimi_zoo.checkpoints.configs": ("parse_config",),
+    "kimi_zoo.checkpoints.convert": ("convert",),
     "kimi_zoo.checkpoints.files": ("CheckpointError",),
     "kimi_zoo.checkpoints.folder": ("from_pretrained", "save_pretrained", "to_tensors"),
+    "kimi_zoo.checkpoints.megatron_layout": ("MegatronLayout",),
     "kimi_zoo.generation.config": ("GenerationConfig", "read_generation_config"),
     "kimi_zoo.generation.loop": ("generate", "stream_generate"),
     "kimi_zoo.layers.kda": ("KDACache", "KimiDeltaAttention", "ShortConvolution"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_zoo.checkpoints.safetensors import CheckpointError, read_json
-from kimi_zoo.models.kimi_linear import KimiLinearConfig
+from kimi_zoo.models.kimi_linear_config import KimiLinearConfig
 
 # our field: the names it goes by in published files, the usual one first
 SPELLINGS = {

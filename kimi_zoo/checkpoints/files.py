@@ -12,6 +12,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+# files beside the weights that belong to the model for its users; copied as they are, never run
+CARRIED = """
+    generation_config.json tokenizer.json tokenizer_config.json tiktoken.model tokenizer.model special_tokens_map.json
+    added_tokens.json vocab.json merges.txt chat_template.jinja chat_template.json
+    """.split()
+
+# files that only a checkpoint folder holds
+_MARKS = ("config.json", ".metadata", "latest_checkpointed_iteration.txt")
+
 
 class CheckpointError(ValueError):
     """A checkpoint file or folder that cannot be read or written; the message says which, why, and what to do."""
@@ -123,11 +132,11 @@ def atomic_folder(destination: str | os.PathLike[str], *, overwrite: bool = Fals
     as a whole (no file of it is carried over); if anything fails, it is still there.
 
     **Raises:** `CheckpointError` before any work if `destination` is a file, is a folder with something in it and
-    `overwrite` is false, or is a folder that does not look like a checkpoint (neither `config.json` nor a safetensors
-    file in it, or a `.git` in it), which is never removed.
+    `overwrite` is false, or is a folder that does not look like a checkpoint (no `config.json`, safetensors file or the
+    like in it, or a `.git` in it), which is never removed.
     """
     destination = Path(os.path.realpath(destination))
-    _check_destination(destination, overwrite)
+    check_destination(destination, overwrite)
     destination.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".tmp", dir=destination.parent))
     folder, replaced = scratch / "new", scratch / "old"
@@ -135,7 +144,7 @@ def atomic_folder(destination: str | os.PathLike[str], *, overwrite: bool = Fals
         folder.mkdir()
         yield folder
         _fsync_tree(folder)
-        _check_destination(destination, overwrite)  # someone may have filled it in the meantime
+        check_destination(destination, overwrite)  # someone may have filled it in the meantime
         if destination.exists():
             os.rename(destination, replaced)
         os.rename(folder, destination)
@@ -146,7 +155,8 @@ def atomic_folder(destination: str | os.PathLike[str], *, overwrite: bool = Fals
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _check_destination(destination: Path, overwrite: bool) -> None:
+def check_destination(destination: Path, overwrite: bool) -> None:
+    """Checks that a checkpoint folder may be written; see `atomic_folder`."""
     if not os.path.lexists(destination):
         return
     if not destination.is_dir():
@@ -157,7 +167,7 @@ def _check_destination(destination: Path, overwrite: bool) -> None:
             f"{destination} exists and is not empty; it holds {list_some(present)}. "
             "Choose another folder, or pass overwrite=True to replace it."
         )
-    looks_like_checkpoint = any(name == "config.json" or name.endswith(".safetensors") for name in present)
+    looks_like_checkpoint = any(name in _MARKS or name.endswith((".safetensors", ".distcp")) for name in present)
     if present and (not looks_like_checkpoint or ".git" in present):
         raise CheckpointError(
             f"{destination} is not replaced even with overwrite=True: it does not look like a plain checkpoint folder. "

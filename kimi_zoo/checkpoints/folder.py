@@ -5,7 +5,8 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tqdm import tqdm
 from kimi_zoo.bundled import find_weights
 from kimi_zoo.checkpoints.configs import read_config, write_config
 from kimi_zoo.checkpoints.files import (
+    CARRIED,
     CheckpointError,
     aligned_empty,
     atomic_folder,
@@ -30,16 +32,17 @@ from kimi_zoo.checkpoints.files import (
 from kimi_zoo.checkpoints.quantized import dequantize
 from kimi_zoo.checkpoints.rows import EXPERT, Entry, get_leaf, shape_text
 from kimi_zoo.checkpoints.safetensors import AbstractCheckpoint, LazyTensor, open_checkpoint, save_tensors
+from kimi_zoo.checkpoints.sources import (
+    PublishedTensors,
+    open_source,
+    published_config,
+    read_given_config,
+    recognise_other,
+)
 from kimi_zoo.checkpoints.tables import kimi_linear as table
 from kimi_zoo.models.kimi_linear import KimiLinear, KimiLinearConfig, Published, with_published
 
 logger = logging.getLogger("kimi_zoo")
-
-# files beside the weights that belong to the model for its users; copied as they are, never run
-CARRIED = """
-    generation_config.json tokenizer.json tokenizer_config.json tiktoken.model tokenizer.model special_tokens_map.json
-    added_tokens.json vocab.json merges.txt chat_template.jinja chat_template.json
-    """.split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +56,22 @@ class Source:
 
 
 def from_pretrained(
-    path: str | Path, *, dtype: Any = None, mesh: Mesh | None = None, progress: bool = False
+    path: str | Path,
+    *,
+    config: str | Path | Mapping[str, Any] | None = None,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    progress: bool = False,
 ) -> KimiLinear:
-    """Loads a model from a checkpoint folder in published layout.
+    """Loads a model from a checkpoint folder: in published layout, or of Megatron or torch (see `kimi_zoo.convert`).
 
     Every tensor is copied once, from the memory-mapped file to its place; nothing is initialised first.
 
     **Arguments:**
 
-    - `path`: a folder with `config.json` and safetensors files, or the name of bundled weights.
+    - `path`: a folder with `config.json` and safetensors files, a Megatron checkpoint, torch files with published
+        names, or the name of bundled weights.
+    - `config`: a `config.json`, its folder or its fields: what the checkpoint itself does not state.
     - `dtype`: floating-point dtype to convert to while reading; `None` keeps the stored dtypes. `a_log`, `dt_bias` and
         the router's balancing bias are float32 always.
     - `mesh`: devices to spread the parameters over: each is split along its largest dimension that the mesh axis `fsdp`
@@ -76,14 +86,12 @@ def from_pretrained(
         raise CheckpointError(
             f"{folder} is not a folder. Give the folder that holds config.json and the safetensors files."
         )
-    config, raw = read_config(folder)
-    with open_checkpoint(folder) as stored:
-        checkpoint = dequantize(stored, raw)
+    with _open(folder, config) as (settled, raw, checkpoint):
         root = _find_root(checkpoint, folder)
-        config = table.adapt_config(config, checkpoint)
-        skeleton = eqx.filter_eval_shape(lambda: KimiLinear(config, key=jr.key(0)))
-        sources, problems = _match(checkpoint, skeleton, config, root)
-        tied_head, more = _leftovers(checkpoint, sources, config, root)
+        settled = table.adapt_config(settled, checkpoint)
+        skeleton = eqx.filter_eval_shape(lambda: KimiLinear(settled, key=jr.key(0)))
+        sources, problems = _match(checkpoint, skeleton, settled, root)
+        tied_head, more = _leftovers(checkpoint, sources, settled, root)
         problems += more
         if problems:
             raise CheckpointError(
@@ -92,6 +100,24 @@ def from_pretrained(
         spellings = {source.entry.row.leaf: source.spelling for source in sources if source.spelling != (0, 0)}
         published = Published(root, tuple(sorted(spellings.items())), tied_head, str(folder.resolve()), json.dumps(raw))
         return _fill(with_published(skeleton, published), checkpoint, sources, dtype, mesh, progress)
+
+
+@contextmanager
+def _open(
+    folder: Path, given: str | Path | Mapping[str, Any] | None
+) -> Iterator[tuple[KimiLinearConfig, dict[str, Any], AbstractCheckpoint]]:
+    """The configuration, its fields, and the tensors of a folder in any format."""
+    if given is None and recognise_other(folder) is None:
+        config, raw = read_config(folder)
+        with open_checkpoint(folder) as stored:
+            yield config, raw, dequantize(stored, raw)
+        return
+    with open_source(folder, config=read_given_config(given)) as opened:
+        if opened.config is None:
+            raise CheckpointError(f"{folder} holds no config.json of a family this package has, 'kimi_linear'.")
+        for note in opened.notes:
+            logger.info("%s", note)
+        yield opened.config, published_config(opened), PublishedTensors(opened)
 
 
 def to_tensors(model: KimiLinear) -> dict[str, jax.Array]:

@@ -3,10 +3,11 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -16,11 +17,15 @@ from kimi_zoo.checkpoints.safetensors_header import DTYPE_NAMES, DTYPES, check_m
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor to save whose values are made when it is written: `load()` gives an array of that shape and dtype."""
+    """A tensor to save whose values are made when it is written: `load()` gives an array of that shape and dtype.
+
+    `stream()`, if there is one, gives its bytes in order instead: arrays of uint8, each valid until the next.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     load: Callable[[], Any]
+    stream: Callable[[], Iterator[np.ndarray]] | None = None
 
 
 def save_tensors(
@@ -47,10 +52,10 @@ def save_tensors(
     """
     path = Path(path)
     metadata = {"format": "pt"} if metadata is None else check_metadata(dict(metadata), path)
-    layout = {name: _check_storable(name, value) for name, value in tensors.items()}
+    files = plan_files(tensors, max_shard_size)
     if path.name.endswith(".safetensors"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_file(path, list(tensors), layout, tensors, metadata)
+        write_file(path, list(tensors), tensors, metadata)
         return [path]
     path.mkdir(parents=True, exist_ok=True)
     present = sorted(file.name for file in path.iterdir() if ".safetensors" in file.suffixes)
@@ -59,7 +64,10 @@ def save_tensors(
             f"{path} already holds weights: {list_some(present)}. Choose another folder, or replace it as a whole "
             "with atomic_folder(..., overwrite=True)."
         )
-    return _write_shards(path, _split(layout, parse_size(max_shard_size)), layout, tensors, metadata)
+    for file, names in files.items():
+        write_file(path / file, names, tensors, metadata)
+    write_index(path, files, tensors)
+    return [path / file for file in files]
 
 
 @dataclass(frozen=True)
@@ -94,33 +102,35 @@ def _split(layout: Mapping[str, _Layout], limit: int) -> list[list[str]]:
     return shards
 
 
-def _write_shards(
-    folder: Path,
-    shards: list[list[str]],
-    layout: Mapping[str, _Layout],
-    tensors: Mapping[str, Any],
-    metadata: dict[str, str],
-) -> list[Path]:
+def plan_files(tensors: Mapping[str, Any], max_shard_size: int | str, stem: str = "model") -> dict[str, list[str]]:
+    """File name -> names of the tensors that go into it, in order.
+
+    **Raises:** `CheckpointError` if a dtype or name cannot be stored.
+    """
+    layout = {name: _check_storable(name, value) for name, value in tensors.items()}
+    shards = _split(layout, parse_size(max_shard_size))
     if len(shards) == 1:
-        files = [folder / "model.safetensors"]
-    else:
-        files = [folder / f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    for file, names in zip(files, shards, strict=True):
-        _write_file(file, names, layout, tensors, metadata)
-    if len(shards) > 1:
-        weight_map = {name: file.name for file, names in zip(files, shards, strict=True) for name in names}
-        total = sum(tensor.nbytes for tensor in layout.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(folder / "model.safetensors.index.json", index)
-    return files
+        return {f"{stem}.safetensors": shards[0]}
+    return {f"{stem}-{i:05}-of-{len(shards):05}.safetensors": names for i, names in enumerate(shards, 1)}
 
 
-def _write_file(
-    path: Path, names: list[str], layout: Mapping[str, _Layout], tensors: Mapping[str, Any], metadata: dict[str, str]
-) -> None:
+def write_index(folder: Path, files: Mapping[str, list[str]], tensors: Mapping[str, Any]) -> None:
+    """Writes the index of several files; one file needs none."""
+    if len(files) == 1:
+        return
+    weight_map = {name: file for file, names in files.items() for name in names}
+    total = sum(_check_storable(name, value).nbytes for name, value in tensors.items())
+    stem = re.sub(r"-\d+-of-\d+\.safetensors", "", next(iter(files)))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / f"{stem}.safetensors.index.json", index)
+
+
+def write_file(path: Path, names: list[str], tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Writes one file with the tensors of these names; it appears whole or not at all."""
+    layout = {name: _check_storable(name, tensors[name]) for name in names}
     rank = {dtype: position for position, dtype in enumerate(DTYPE_NAMES)}
     names = sorted(names, key=lambda name: (rank[layout[name].dtype], name))
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:
         begin, end = end, end + layout[name].nbytes
@@ -132,7 +142,17 @@ def _write_file(
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in names:
-            file.write(_data_bytes(name, tensors[name], layout[name]))
+            value = tensors[name]
+            if isinstance(value, LazyTensor) and value.stream is not None:
+                _write_stream(file, name, value.stream(), layout[name])
+            else:
+                file.write(_data_bytes(name, value, layout[name]))
+
+
+def _write_stream(file: BinaryIO, name: str, parts: Iterator[np.ndarray], expected: _Layout) -> None:
+    written = sum(file.write(part) for part in parts)
+    if written != expected.nbytes:
+        raise CheckpointError(f"{name!r} was announced with {expected.nbytes} bytes; {written} came.")
 
 
 def _data_bytes(name: str, value: Any, expected: _Layout) -> np.ndarray:

@@ -6,15 +6,20 @@ package has no model for are understood as far as they are made of the same part
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from kimi_zoo.checkpoints.files import CheckpointError, list_some, read_json
+from kimi_zoo.checkpoints.megatron_run import Run, open_run
+from kimi_zoo.checkpoints.pickles import UnsafePickle
+from kimi_zoo.checkpoints.published_output import run_facts
 from kimi_zoo.checkpoints.quantized import dequantize
 from kimi_zoo.checkpoints.safetensors import AbstractCheckpoint, TensorInfo, open_checkpoint
 from kimi_zoo.checkpoints.safetensors_header import DTYPE_NAMES
+from kimi_zoo.checkpoints.sources import Opened, PublishedTensors, open_source, published_config, recognise_other
 
 LOADED_FAMILIES = {"kimi_linear": "Kimi Linear"}
 """`model_type` of each family that can be loaded -> its name."""
@@ -84,6 +89,7 @@ class SequenceMemory:
 class Summary:
     """What `summarize` found.
 
+    - `format`: of the files. `run`: what a Megatron run says of itself (iteration, parallelism, arguments).
     - `config`, `model_type`: the whole `config.json`, empty if there is none; the family it names.
     - `loaded`: whether this package has a model for the family.
     - `files`: bytes on disk of every weight file; `companions`: other files of use that are there.
@@ -96,6 +102,8 @@ class Summary:
     """
 
     path: Path
+    format: str
+    run: dict[str, Any] | None
     config: dict[str, Any]
     model_type: str | None
     loaded: bool
@@ -114,24 +122,23 @@ class Summary:
 
 
 def summarize(path: str | Path) -> Summary:
-    """Reads the headers of a checkpoint folder, an index or one safetensors file, and `config.json` beside it.
+    """Reads the headers of a checkpoint in any format, and `config.json` beside it or the arguments within it.
 
     **Raises:** `CheckpointError` if the files are not a checkpoint that `open_checkpoint` accepts.
     """
     path = Path(path)
-    folder = path if path.is_dir() else path.parent
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    inner = config.get("text_config")
-    text = inner if isinstance(inner, dict) else config
-    model_type = config.get("model_type") if isinstance(config.get("model_type"), str) else None
-    with open_checkpoint(path) as stored:
+    with _open(path) as found:
+        stored, config = found.stored, found.config
+        inner = config.get("text_config")
+        text = inner if isinstance(inner, dict) else config
+        model_type = config.get("model_type") if isinstance(config.get("model_type"), str) else None
         plain, problem = _plain_tensors(stored, config)
         every = _layers(plain or stored.tensors)
         count = _count(text, "num_hidden_layers")
         layers = every if count is None else {number: layer for number, layer in every.items() if number < count}
         parts = _parts(stored.tensors, plain, layers)
         routing = _routing(text, layers)
-        notes = [*_family_notes(config, model_type), *([problem] if problem else [])]
+        notes = [*_family_notes(config, model_type), *([problem] if problem else []), *found.notes]
         if count is not None and len(layers) != count:
             notes.append(f"config.json says {count} layers; tensors of {len(layers)} of them are here.")
         if routing is None and any(layer.mlp == "moe" for layer in layers.values()):
@@ -139,11 +146,13 @@ def summarize(path: str | Path) -> Summary:
         total = None if plain is None else sum(math.prod(info.shape) for info in plain.values())
         return Summary(
             path=path,
+            format=found.format,
+            run=found.run,
             config=config,
             model_type=model_type,
             loaded=model_type in LOADED_FAMILIES,
-            files={file.name: file.stat().st_size for file in stored.files},
-            companions=tuple(name for name in COMPANIONS if (folder / name).is_file()),
+            files=found.files,
+            companions=tuple(name for name in COMPANIONS if (found.folder / name).is_file()),
             layers=tuple(layers.values()),
             parts=parts,
             parameters=total,
@@ -155,6 +164,61 @@ def summarize(path: str | Path) -> Summary:
             notes=tuple(notes),
             tensors=tuple(stored.tensors.values()),
         )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A checkpoint of any format, as far as it is understood."""
+
+    format: str
+    folder: Path
+    config: dict[str, Any]
+    stored: AbstractCheckpoint
+    files: dict[str, int]
+    run: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[_Found]:
+    kind = recognise_other(path)
+    if kind is None:
+        folder = path if path.is_dir() else path.parent
+        config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+        with open_checkpoint(path) as stored:
+            files = {file.name: file.stat().st_size for file in stored.files}
+            yield _Found("safetensors", folder, config, stored, files)
+        return
+    try:
+        with open_source(path) as opened:
+            run = None if opened.megatron is None else run_facts(opened.megatron)
+            known = opened.config is not None or opened.raw is not None
+            config, notes = published_config(opened) if known else {}, tuple(opened.notes)
+            yield _Found(opened.detail, opened.folder, config, PublishedTensors(opened), opened.files, run, notes)
+        return
+    except UnsafePickle:
+        raise
+    except CheckpointError as error:
+        if kind != "megatron":
+            raise
+        problem = error
+    run = open_run(path)  # what cannot be converted can be looked at all the same
+    opened = Opened(path, kind, f"Megatron {run.kind}", run.shown, run.files, None, None, run.folder)
+    yield _Found(
+        opened.detail, run.folder, {}, PublishedTensors(opened), run.files, _facts(run),
+        (f"This checkpoint cannot be converted as it is: {problem}",),
+    )  # fmt: skip
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """What a run says of itself when its model is not understood."""
+    return {
+        "format": run.kind,
+        "iteration": run.iteration,
+        "parallel": run.parallel,
+        "left_out": run.left_out,
+        "args": run.args,
+    }
 
 
 def _family_notes(config: Mapping[str, Any], model_type: str | None) -> list[str]:
@@ -299,8 +363,9 @@ def _active(
 def _dtypes(stored: AbstractCheckpoint) -> dict[str, tuple[int, int]]:
     out: dict[str, tuple[int, int]] = {}
     for info in stored.tensors.values():
-        tensors, nbytes = out.get(DTYPE_NAMES[info.dtype], (0, 0))
-        out[DTYPE_NAMES[info.dtype]] = (tensors + 1, nbytes + info.nbytes)
+        name = DTYPE_NAMES.get(info.dtype, str(info.dtype))
+        tensors, nbytes = out.get(name, (0, 0))
+        out[name] = (tensors + 1, nbytes + info.nbytes)
     return dict(sorted(out.items(), key=lambda item: -item[1][1]))
 
 

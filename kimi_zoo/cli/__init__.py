@@ -14,12 +14,12 @@ from typing import override
 
 from kimi_zoo.cli.terminal import UsageError, complain, drop_output
 
-COMMANDS = ("generate", "inspect")
+COMMANDS = ("generate", "inspect", "convert")
 
 OK, FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 
 DESCRIPTION = """\
-Hybrid linear-attention language models: continue a text with one, or look into a checkpoint.
+Hybrid linear-attention language models: continue a text with one, look into a checkpoint, convert one.
 
 A MODEL is a checkpoint folder (config.json, safetensors files, a tokenizer) or the name of weights that come with the
 package."""
@@ -29,6 +29,7 @@ examples:
   kimi-zoo generate weights/kimi-linear-stdlib-5m "def "      continue a text with the bundled model
   kimi-zoo generate ./Kimi-Linear-48B-A3B-Base "Once"         the same with a checkpoint on disk
   kimi-zoo inspect weights/kimi-linear-stdlib-5m              layers, parameters, sizes; loads no weights
+  kimi-zoo convert ./megatron-checkpoint ./converted          from Megatron or torch to safetensors, and back
   kimi-zoo COMMAND --help                                     all options of a command, with examples
 
 exit codes:

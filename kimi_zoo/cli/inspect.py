@@ -10,7 +10,8 @@ DESCRIPTION = """\
 Shows what a checkpoint holds: family and configuration, layers, parameters in total and active per token, dtypes,
 sizes, memory per sequence. Reads the headers of files only, so it is as fast for 100 GB as for 10 MB.
 
-PATH is a checkpoint folder, an index, one safetensors file, or the name of weights that come with the package."""
+PATH is a checkpoint folder (safetensors, Megatron, torch), an index, one file, or the name of weights that come with
+the package. Tensors of Megatron checkpoints are shown under the names and shapes they have in published layout."""
 
 EPILOG = """\
 layers are drawn as one letter each:
@@ -23,8 +24,9 @@ examples:
   kimi-zoo inspect ./checkpoint --json | jq .parameters
 
 --json prints one object with the keys
-  path, model_type, loaded (whether this version loads the family), config, quantization, files, companions, pattern,
-  layers, parameters {total, active}, routing, parts, dtypes, memory_per_sequence, notes and, with --tensors, tensors"""
+  path, format, run (of Megatron), model_type, loaded (whether this version loads the family), config, quantization,
+  files, companions, pattern, layers, parameters {total, active}, routing, parts, dtypes, memory_per_sequence,
+  notes and, with --tensors, tensors"""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

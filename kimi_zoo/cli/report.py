@@ -33,6 +33,8 @@ def as_json(summary: Summary, *, tensors: bool) -> dict[str, Any]:
     memory = summary.memory
     out: dict[str, Any] = {
         "path": str(summary.path),
+        "format": summary.format,
+        "run": summary.run,
         "model_type": summary.model_type,
         "loaded": summary.loaded,
         "config": summary.config,
@@ -58,7 +60,7 @@ def as_json(summary: Summary, *, tensors: bool) -> dict[str, Any]:
         out["tensors"] = [
             {
                 "name": i.name,
-                "dtype": DTYPE_NAMES[i.dtype],
+                "dtype": DTYPE_NAMES.get(i.dtype, str(i.dtype)),
                 "shape": list(i.shape),
                 "bytes": i.nbytes,
                 "file": i.file.name,
@@ -70,11 +72,11 @@ def as_json(summary: Summary, *, tensors: bool) -> dict[str, Any]:
 
 def sections(summary: Summary, width: int | None, *, tensors: bool) -> list[str]:
     """The parts of the text report."""
-    out = [heading(summary), pattern(summary, width), parts_table(summary), dtypes_table(summary), memory(summary)]
-    out += [config_text(summary, width), files(summary)]
+    out = [heading(summary), run_text(summary, width), pattern(summary, width), parts_table(summary)]
+    out += [dtypes_table(summary), memory(summary), config_text(summary, width), files(summary)]
     if tensors:
         rows = [
-            (i.name, DTYPE_NAMES[i.dtype], "x".join(map(str, i.shape)) or "scalar", f"{i.nbytes:,}")
+            (i.name, DTYPE_NAMES.get(i.dtype, str(i.dtype)), "x".join(map(str, i.shape)) or "scalar", f"{i.nbytes:,}")
             for i in summary.tensors
         ]
         out.append(table(("Tensor", "dtype", "shape", "bytes"), rows, width=width))
@@ -88,7 +90,11 @@ def heading(summary: Summary) -> str:
     """What it is, and how large."""
     family = LOADED_FAMILIES.get(summary.model_type or "", "unknown family")
     kind = family if summary.model_type is None else f"{family} (model_type {summary.model_type})"
-    lines = [str(summary.path), f"  {kind}" + (f", quantised: {summary.quantization}" if summary.quantization else "")]
+    stored = "" if summary.format == "safetensors" else f"  {summary.format}"
+    lines = [
+        str(summary.path) + stored,
+        f"  {kind}" + (f", quantised: {summary.quantization}" if summary.quantization else ""),
+    ]
     if summary.parameters is not None:
         active = f", {summary.active:,} active per token" if summary.active not in (None, summary.parameters) else ""
         lines.append(f"  {summary.parameters:,} parameters{active}")
@@ -97,6 +103,29 @@ def heading(summary: Summary) -> str:
         lines.append(f"  {chosen} of {experts} experts per token")
     stored = sum(nbytes for _, nbytes in summary.dtypes.values())
     lines.append(f"  {len(summary.tensors)} tensors, {byte_text(stored)}")
+    return "\n".join(lines)
+
+
+# arguments of a Megatron run that say how it trained; those that describe the model are shown as its configuration
+RUN_ARGS = (
+    "num_layers hidden_size padded_vocab_size tensor_model_parallel_size params_dtype bf16 fp16 fp8 kda_disable_fp8 "
+    "sequence_parallel optimizer lr consumed_train_samples transformer_impl hybrid_layer_pattern"
+).split()
+
+
+def run_text(summary: Summary, width: int | None) -> str:
+    """What a Megatron run says of itself."""
+    if summary.run is None:
+        return ""
+    run = summary.run
+    split = ", ".join(f"{name} {size}" for name, size in (run.get("parallel") or {}).items())
+    lines = [f"Run: iteration {run.get('iteration')}, {split or 'ranks not stated'}"]
+    args = run.get("args") or {}
+    shown = [f"{name}\xa0{json.dumps(args[name])}" for name in RUN_ARGS if args.get(name) is not None]
+    if shown:
+        filled = textwrap.fill(", ".join(shown), (width or 100) - 2, break_long_words=False)
+        lines.append(textwrap.indent(filled.replace("\xa0", " "), "  "))
+    lines += [f"  beside the weights: {count} {what}" for what, count in (run.get("left_out") or {}).items()]
     return "\n".join(lines)
 
 

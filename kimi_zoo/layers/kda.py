@@ -1,7 +1,6 @@
 """Kimi Delta Attention: the layer, its gates and convolutions, and its decoding cache."""
 
 import math
-import warnings
 from typing import Literal, cast
 
 import equinox as eqx
@@ -11,6 +10,7 @@ import jax.random as jr
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
 
+from kimi_zoo.layers.gate_bound import check_lower_bound
 from kimi_zoo.layers.linear import Linear
 from kimi_zoo.layers.norm import RMSNorm
 from kimi_zoo.ops import kda_step, kimi_delta_attention
@@ -293,20 +293,6 @@ def initial_dt_bias(
     step = jnp.exp(jr.uniform(key, shape, jnp.float32, minval=math.log(low), maxval=math.log(high)))
     step = jnp.maximum(step, floor)
     return step + jnp.log(-jnp.expm1(-step))
-
-
-def check_lower_bound(safe_gate: bool, lower_bound: float | None) -> float | None:
-    """The bound of the log-decay gate, or `None` for the unbounded gate.
-
-    **Raises:** `ValueError` for a safe gate without a bound in [-5, 0); warns of a bound that has no effect.
-    """
-    if not safe_gate:
-        if lower_bound:
-            warnings.warn(f"lower_bound={lower_bound} has no effect while the safe gate is off.", stacklevel=3)
-        return None
-    if lower_bound is None or not -5.0 <= lower_bound < 0.0:
-        raise ValueError(f"The safe gate needs a `lower_bound` in [-5, 0); got {lower_bound}.")
-    return float(lower_bound)
 
 
 def _check_sizes(**sizes: int) -> None:

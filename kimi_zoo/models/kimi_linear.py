@@ -5,8 +5,7 @@ block.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Literal, cast
+from typing import cast
 
 import equinox as eqx
 import jax
@@ -15,123 +14,16 @@ import jax.random as jr
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32, PRNGKeyArray
 
-from kimi_zoo.layers.kda import KDACache, KimiDeltaAttention, check_lower_bound
+from kimi_zoo.layers.kda import KDACache, KimiDeltaAttention
 from kimi_zoo.layers.linear import Embedding, Linear
 from kimi_zoo.layers.mla import MLACache, MultiHeadLatentAttention
 from kimi_zoo.layers.mlp import MLP
 from kimi_zoo.layers.moe import Experts, MoE, Router
 from kimi_zoo.layers.norm import RMSNorm
 from kimi_zoo.layers.stack import LayerStack, stack_layers
+from kimi_zoo.models.kimi_linear_config import KIMI_LINEAR_48B_A3B as KIMI_LINEAR_48B_A3B
+from kimi_zoo.models.kimi_linear_config import KimiLinearConfig as KimiLinearConfig
 from kimi_zoo.ops.packing import segment_positions
-
-LayerKind = Literal["kda", "mla"]
-PERIOD: tuple[LayerKind, ...] = ("kda", "kda", "kda", "mla")
-KIMI_LINEAR_48B_LAYERS: tuple[LayerKind, ...] = (*PERIOD * 6, "kda", "kda", "mla")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KimiLinearConfig:
-    """Sizes and choices of a Kimi Linear model, named as in published `config.json` files.
-
-    The defaults are those of Kimi-Linear-48B-A3B. `layer_kinds` gives `"kda"` or `"mla"` per layer, `mlp_kinds`
-    `"dense"` or `"moe"`; published files say the same as lists of layer numbers (see `kimi_zoo.checkpoints.configs`).
-    """
-
-    vocab_size: int = 163840
-    hidden_size: int = 2304
-    layer_kinds: tuple[LayerKind, ...] = KIMI_LINEAR_48B_LAYERS
-    mlp_kinds: tuple[Literal["dense", "moe"], ...] = ("dense",) + ("moe",) * 26
-    intermediate_size: int = 9216
-    rms_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = False
-
-    linear_num_heads: int = 32
-    linear_head_dim: int = 128
-    linear_conv_kernel_dim: int = 4
-    kda_decay_gate: Literal["direct", "low_rank"] = "low_rank"
-    kda_output_gate: Literal["direct", "low_rank"] = "low_rank"
-    kda_safe_gate: bool = False
-    kda_lower_bound: float | None = None
-
-    num_attention_heads: int = 32
-    q_lora_rank: int | None = None
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
-    mla_output_gate: Literal["head_wise", "element_wise"] | None = None
-
-    num_experts: int = 256
-    num_experts_per_token: int = 8
-    moe_intermediate_size: int = 1024
-    num_shared_experts: int = 1
-    moe_router_activation_func: Literal["sigmoid", "softmax"] = "sigmoid"
-    moe_renormalize: bool = True
-    num_expert_group: int = 1
-    topk_group: int = 1
-    routed_scaling_factor: float = 2.446
-    expert_swiglu_limit_list: tuple[float | None, ...] | None = None
-    share_expert_swiglu_limit_list: tuple[float | None, ...] | None = None
-
-    model_max_length: int = 1048576
-    bos_token_id: int | None = 163584
-    eos_token_id: int | tuple[int, ...] | None = 163586
-    pad_token_id: int | None = 163839
-
-    def __post_init__(self):
-        """**Raises:** `ValueError` that lists every choice which makes no model."""
-        problems = list(_config_problems(self))
-        if problems:
-            raise ValueError("This configuration makes no model:\n- " + "\n- ".join(problems))
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Number of blocks."""
-        return len(self.layer_kinds)
-
-
-def _config_problems(config: KimiLinearConfig) -> Iterator[str]:
-    """Yields what is wrong with a configuration, a sentence each."""
-    layers = config.num_hidden_layers
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.type == "int" or field.type is int:
-            low = (
-                0
-                if field.name in ("linear_conv_kernel_dim", "num_shared_experts", "qk_rope_head_dim", "num_experts")
-                else 1
-            )
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                yield f"`{field.name}` must be a whole number of at least {low}; got {value!r}."
-    if layers == 0:
-        yield "`layer_kinds` names no layer."
-    for name, known in (("layer_kinds", ("kda", "mla")), ("mlp_kinds", ("dense", "moe"))):
-        wrong = sorted(set(getattr(config, name)) - set(known))
-        if wrong:
-            yield f"`{name}` may hold {known[0]!r} and {known[1]!r}; got {wrong}."
-    if len(config.mlp_kinds) != layers:
-        yield f"`mlp_kinds` must name one kind per layer, {layers}; got {len(config.mlp_kinds)}."
-    for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
-        limits = getattr(config, name)
-        if limits is not None and len(limits) != layers:
-            yield f"`{name}` must hold one limit per layer, {layers}; got {len(limits)}."
-    if "moe" in config.mlp_kinds:
-        if config.moe_router_activation_func not in ("sigmoid", "softmax"):
-            yield f'`moe_router_activation_func` is "sigmoid" or "softmax"; got {config.moe_router_activation_func!r}.'
-        groups, kept, experts = config.num_expert_group, config.topk_group, config.num_experts
-        if experts < 1 or groups < 1 or experts % groups or kept > groups:
-            yield f"`num_experts` {experts}, `num_expert_group` {groups} and `topk_group` {kept} make no equal groups."
-        elif config.num_experts_per_token > experts // groups * kept:
-            chosen = config.num_experts_per_token
-            yield f"`num_experts_per_token` {chosen} exceeds the {experts // groups * kept} experts to choose from."
-    try:
-        check_lower_bound(config.kda_safe_gate, config.kda_lower_bound)
-    except ValueError as error:
-        yield f"`kda_lower_bound`: {error}"
-
-
-KIMI_LINEAR_48B_A3B = KimiLinearConfig()
 
 
 class KimiBlock(eqx.Module):

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from kimi_zoo.checkpoints.rows import Entry, Row
-from kimi_zoo.models.kimi_linear import KimiLinearConfig
+from kimi_zoo.models.kimi_linear_config import KimiLinearConfig
 
 ROOTS = ("", "language_model.")  # the second: text part of a multimodal checkpoint
 

@@ -10,6 +10,7 @@ import base64
 import binascii
 import codecs
 import functools
+import hashlib
 import operator
 import os
 import re
@@ -95,6 +96,16 @@ class Tokenizer(ABC):
         self._control_pattern = _control_pattern(control_tokens)
         rows = _read_optional(folder / "config.json").get("vocab_size")
         self._id_limit = max(vocab_size, rows) if isinstance(rows, int) else vocab_size
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever a file does that decides how text is encoded."""
+        digest = hashlib.sha256()
+        names = ("tokenizer.json", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja", "config.json")
+        for name in (*names, "generation_config.json"):
+            file = self._folder / name
+            digest.update(f"{name}|".encode() + (file.read_bytes() if file.exists() else b""))
+        return digest.hexdigest()
 
     @abstractmethod
     def _encode_plain(self, text: str) -> list[int]:

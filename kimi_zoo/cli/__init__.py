@@ -14,7 +14,7 @@ from typing import override
 
 from kimi_zoo.cli.terminal import UsageError, complain, drop_output
 
-COMMANDS = ("generate", "inspect", "convert")
+COMMANDS = ("generate", "inspect", "convert", "finetune", "evaluate", "fuse")
 
 OK, FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 

@@ -1,5 +1,6 @@
 """A stack of layers: equal ones held together along a leading axis and scanned, each still readable and replaceable."""
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -76,14 +77,25 @@ class LayerStack(eqx.Module):
         )
 
     def scan(
-        self, function: Callable[..., tuple[Any, Any]], carry: Any, *others: "LayerStack"
+        self,
+        function: Callable[..., tuple[Any, Any]],
+        carry: Any,
+        *others: "LayerStack",
+        remat: bool | Callable[..., bool] = False,
     ) -> tuple[Any, "LayerStack"]:
         """`carry, out = function(carry, layer, *others)` over the layers in order, one trace per unit.
 
-        **Arguments:** `others`: stacks with the same sections, handed along layer by layer.
+        **Arguments:**
+
+        - `others`: stacks with the same sections, handed along layer by layer.
+        - `remat`: whether gradients compute each layer anew instead of keeping what it computed; or a policy of
+            `jax.checkpoint_policies`, which says what is kept. With `True` the repeats of a section run in about
+            `sqrt(repeats)` groups, each computed anew as well: kept are only the carries between groups, and those
+            within one group at a time.
 
         **Returns:** the last carry, and the outputs as a stack of the same sections.
         """
+        policy = remat if callable(remat) else None
         sections = []
         for index, count in enumerate(self.repeats):
             units = tuple(stack.sections[index] for stack in (self, *others))
@@ -96,13 +108,30 @@ class LayerStack(eqx.Module):
                     outs.append(out)
                 return carry, tuple(outs)
 
+            body = jax.checkpoint(body, policy=policy) if remat else body
+            group = math.isqrt(count) if remat is True else 1
             if count == 1:
                 carry, outs = body(carry, jtu.tree_map(lambda x: x[0], arrays))
                 outs = jtu.tree_map(lambda x: x[None], outs)
+            elif group > 1:
+                carry, outs = _scan_groups(body, carry, arrays, count, group)
             else:
                 carry, outs = jax.lax.scan(body, carry, arrays)
             sections.append(outs)
         return carry, LayerStack(tuple(sections), self.repeats)
+
+
+def _scan_groups(body: Callable, carry: Any, arrays: Any, count: int, group: int) -> tuple[Any, Any]:
+    """`jax.lax.scan` whose gradient keeps the carries between groups of `group` steps only; the rest is one more."""
+    whole = count // group * group
+    inner = jax.checkpoint(lambda carry, arrays: jax.lax.scan(body, carry, arrays))
+    first = jtu.tree_map(lambda x: x[:whole].reshape(whole // group, group, *x.shape[1:]), arrays)
+    carry, outs = jax.lax.scan(inner, carry, first)
+    outs = jtu.tree_map(lambda x: x.reshape(whole, *x.shape[2:]), outs)
+    if whole < count:
+        carry, last = inner(carry, jtu.tree_map(lambda x: x[whole:], arrays))
+        outs = jtu.tree_map(lambda *parts: jnp.concatenate(parts), outs, last)
+    return carry, outs
 
 
 def stack_layers(layers: Sequence[Any]) -> LayerStack:

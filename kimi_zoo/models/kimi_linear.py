@@ -50,13 +50,21 @@ class KimiBlock(eqx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
     ) -> Float[Array, "batch seq hidden_size"]:
         """The residual stream after this block; see `KimiLinear.__call__` for the arguments."""
+        x = self.mix(x, positions=positions, segment_ids=segment_ids)
+        return x + self.mlp(self.post_norm(x))
+
+    def mix(
+        self,
+        x: Float[Array, "batch seq hidden_size"],
+        *,
+        positions: Int[Array, "batch seq"],
+        segment_ids: Int[Array, "batch seq"] | None = None,
+    ) -> Float[Array, "batch seq hidden_size"]:
+        """The first half of the block: what its MLP reads, before the norm."""
         mixed = self.input_norm(x)
         if isinstance(self.mixer, MultiHeadLatentAttention):
-            mixed = self.mixer(mixed, positions=positions, segment_ids=segment_ids)
-        else:
-            mixed = self.mixer(mixed, segment_ids=segment_ids)
-        x = x + mixed
-        return x + self.mlp(self.post_norm(x))
+            return x + self.mixer(mixed, positions=positions, segment_ids=segment_ids)
+        return x + self.mixer(mixed, segment_ids=segment_ids)
 
     def init_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> KDACache | MLACache:
         """What this block remembers, before the first token."""

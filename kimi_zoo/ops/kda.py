@@ -155,7 +155,8 @@ def _run(implementation: str | None, operands: tuple, activation: Activation, ch
 def _recurrent(operands: tuple, activation: Activation):
     *tokens, states, a_log, dt_bias, segment_ids = operands
     real = None if segment_ids is None else segment_ids > 0
-    return kda_recurrent(*activate_tokens(*tokens, real, a_log, dt_bias, activation), states, segment_ids)
+    output, states = kda_recurrent(*activate_tokens(*tokens, real, a_log, dt_bias, activation), states, segment_ids)
+    return output.astype(operands[2].dtype), states
 
 
 def _run_best(operands: tuple, activation: Activation, chunk_size: int | None):

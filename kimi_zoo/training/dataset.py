@@ -151,10 +151,10 @@ def _write(
         raise DataError("The data cannot be used:\n- " + "\n- ".join(problems[:SHOWN]) + more)
     if not lengths:
         shutil.rmtree(temporary)
+        samples = ", such as " + ", ".join(unlearnable[:3]) if unlearnable else ""
         raise DataError(
             f"There is nothing to learn in {counts['rows']} rows: {counts['unlearnable']} have no token that is "
-            f"learned{', such as ' + ', '.join(unlearnable[:3]) if unlearnable else ''}; {counts['overlong']} are longer "
-            f"than {seq_length} tokens."
+            f"learned{samples}; {counts['overlong']} are longer than {seq_length} tokens."
         )
     counts["examples"] = len(lengths)
     np.save(temporary / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]))

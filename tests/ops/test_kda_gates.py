@@ -1,9 +1,10 @@
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import numpy as np
 import pytest
 
-from kimi_zoo.ops import kda_gate, l2_norm
+from kimi_zoo.ops import kda_gate, kimi_delta_attention, l2_norm
 
 LOG2 = float(np.log(2.0))
 
@@ -80,3 +81,13 @@ def test_l2_norm():
     np.testing.assert_allclose(l2_norm(x)[2], [0.5**0.5, 0.0], rtol=1e-6)  # 1e-6 under the root counts here
     gradient = jax.jacobian(l2_norm)(x)
     assert jnp.isfinite(gradient).all() and not l2_norm(x)[1].any()
+
+
+def test_the_default_choice_takes_bfloat16_forward_and_backward(getkey):
+    """Both forms that are compiled for the choice must agree in dtypes, whatever they compute in."""
+    shape = (1, 5, 2, 4)
+    query, key, value, gate = (jr.normal(getkey(), shape, jnp.bfloat16) for _ in range(4))
+    beta = jnp.ones(shape[:3], jnp.bfloat16)
+    run = lambda value: kimi_delta_attention(query, key, value, -jnp.abs(gate), beta)[0]
+    assert run(value).dtype == jnp.bfloat16
+    assert jax.grad(lambda value: run(value).astype(jnp.float32).sum())(value).dtype == jnp.bfloat16

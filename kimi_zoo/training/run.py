@@ -1,0 +1,379 @@
+"""A fine-tuning run in a folder: what `kimi-zoo finetune` does, from a model and data files to a better checkpoint.
+
+Everything of the run is in its folder: `run.json` (the options), `data/` (tokenised examples), `metrics.jsonl` (a line
+per step), `loss.png`, `checkpoints/`, and at the end `model/` (published layout) or `adapter/` (PEFT's layout). A run
+that was stopped at any moment goes on from its last checkpoint and gives what it would have given.
+"""
+
+import dataclasses
+import json
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+
+from kimi_zoo.bundled import find_weights
+from kimi_zoo.checkpoints.configs import read_config
+from kimi_zoo.checkpoints.files import CheckpointError, write_json
+from kimi_zoo.checkpoints.folder import from_pretrained, save_pretrained
+from kimi_zoo.models.kimi_linear import KimiLinear
+from kimi_zoo.tokenizers import load_tokenizer
+from kimi_zoo.training.checkpoints import RunCheckpoints
+from kimi_zoo.training.dataset import Overlong, prepare, split
+from kimi_zoo.training.lora import ALL_LINEAR, add_lora, load_adapter, lora_leaves, merge_lora, save_adapter
+from kimi_zoo.training.loss import batch_sums
+from kimi_zoo.training.metrics import MetricsLog
+from kimi_zoo.training.optimizers import Schedule, learning_rate, make_optimizer, masked_updates
+from kimi_zoo.training.packing import Batch, Batches, in_order
+from kimi_zoo.training.step import Metrics, StepOptions, TrainState, as_computed, joined, start, train_step
+from kimi_zoo.training.trainable import select, trains
+
+REMAT = {"none": False, "full": True, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What decides the result of a run; written to `run.json`, and to be the same when it is resumed.
+
+    Of `steps` and `epochs` one is given, or neither: one epoch. `rows` of `seq_length` tokens make a batch,
+    `accumulate` batches a step. `warmup` is a share of the steps. `lora` is the rank, 0 for training everything that
+    `train` and not `freeze` selects (see `trainable.select`); with LoRA, `train` adds parameters beside the deltas.
+    """
+
+    model: str
+    data: tuple[str, ...]
+    validation_data: tuple[str, ...] = ()
+    validation: float = 0.05
+    steps: int | None = None
+    epochs: int | None = None
+    rows: int = 8
+    accumulate: int = 1
+    seq_length: int = 512
+    overlong: Overlong = "split"
+    packed: bool = True
+    seed: int = 0
+    optimizer: str = "adamw"
+    learning_rate: float | None = None
+    schedule: Schedule = "cosine"
+    warmup: float = 0.05
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    lora: int = 0
+    lora_alpha: float | None = None
+    lora_targets: tuple[str, ...] = ALL_LINEAR
+    train: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()
+    dtype: str = "float32"
+    remat: str = "none"
+    z_loss: float = 0.0
+    balance_loss: float = 0.0
+    bias_rate: float = 0.0
+    evaluate_every: int | None = None
+    on_nonfinite: str = "stop"
+
+    def __post_init__(self):
+        """**Raises:** `ValueError` for options that make no run."""
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("Give `steps` or `epochs`, not both.")
+        for name in ("steps", "epochs", "rows", "accumulate", "seq_length", "evaluate_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` is at least 1; got {value}.")
+        if self.seq_length < 2:
+            raise ValueError("`seq_length` is at least 2: a token and the next.")
+        if self.remat not in REMAT:
+            raise ValueError(f"`remat` is one of {', '.join(REMAT)}; got {self.remat!r}.")
+        if not 0 <= self.validation < 1:
+            raise ValueError(f"`validation` is a share of the examples, at least 0 and below 1; got {self.validation}.")
+
+    @property
+    def peak_rate(self) -> float:
+        """The learning rate after warm-up; by default what is usual for the optimizer, ten times that for LoRA."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        base = {"adamw": 3e-4, "muon": 1e-3, "lion": 3e-5, "adafactor": 1e-3, "sgd": 1e-2}.get(self.optimizer, 3e-4)
+        return base * (3 if self.lora else 1)
+
+
+class NonFiniteError(ArithmeticError):
+    """Loss or gradient became NaN or infinite; the message names the step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """How a run tells what it does: `say` a line, `step` after each step (with its line of `metrics.jsonl`), `prepared`
+    tokens so far."""
+
+    say: Callable[[str], None] = lambda _text: None
+    step: Callable[[dict[str, Any], int], None] = lambda _line, _steps: None
+    prepared: Callable[[int], None] = lambda _tokens: None
+
+
+def finetune(
+    options: RunOptions,
+    output: str | Path,
+    *,
+    resume: bool = False,
+    save_every: int = 100,
+    keep: int = 2,
+    report: Report | None = None,
+    on_metrics: Callable[[dict[str, Any]], None] = lambda _line: None,
+) -> dict[str, Any]:
+    """Fine-tunes a model. **Returns:** a summary: `steps`, `loss` before and after on the validation set, `output`.
+
+    **Arguments:**
+
+    - `resume`: go on with the run in `output`, whose options must be the same; a new run if there is none yet.
+    - `save_every`: steps between checkpoints, of which the last `keep` and the best are kept.
+    - `on_metrics`: called with every line of `metrics.jsonl`.
+
+    **Raises:** `DataError`, `CheckpointError` or `ValueError` before any training for what cannot work;
+    `NonFiniteError`; `KeyboardInterrupt` after a checkpoint has been saved.
+    """
+    report = report or Report()
+    output = Path(output)
+    _claim(output, options, resume)
+    folder = find_weights(options.model)
+    config, _ = read_config(folder)
+    tokenizer = load_tokenizer(folder)
+    if options.seq_length > config.model_max_length:
+        raise ValueError(f"`seq_length` {options.seq_length} exceeds the model's {config.model_max_length} tokens.")
+    prepare_into = lambda paths, name: prepare(
+        paths,
+        tokenizer,
+        output / "data" / name,
+        seq_length=options.seq_length,
+        overlong=options.overlong,
+        progress=report.prepared,
+        warn=report.say,
+    )
+    dataset = prepare_into(options.data, "train")
+    training, held_out = split(len(dataset), 0.0 if options.validation_data else options.validation, options.seed)
+    held_data = prepare_into(options.validation_data, "validation") if options.validation_data else dataset
+    held_out = np.arange(len(held_data)) if options.validation_data else held_out
+    shape = (options.accumulate, options.rows)
+    batches = Batches(dataset, training, options.seq_length, shape, options.seed, options.packed)
+    epochs = options.epochs or 1
+    steps = options.steps or batches.steps_in(epochs)
+    last_epoch = None if options.steps else epochs - 1
+    report.say(
+        f"{len(training)} examples to learn from, {len(held_out)} held out; {dataset.counts['learned_tokens']} tokens "
+        f"learned of {dataset.counts['tokens']}; rows {batches.efficiency():.0%} full; {steps} steps."
+    )
+
+    model = from_pretrained(folder, dtype="float32" if options.lora == 0 else None)
+    model, wanted = trainable_model(model, options)
+    warmup = min(round(options.warmup * steps), steps)
+    rate = learning_rate(options.peak_rate, steps, warmup=warmup, schedule=options.schedule)
+    with jax.numpy_dtype_promotion("standard"):
+        optimizer = make_optimizer(options.optimizer, rate, weight_decay=options.weight_decay)
+        if any(not isinstance(choice, bool) for choice in jax.tree.leaves(wanted)):
+            optimizer = optax.chain(optimizer, masked_updates(wanted_leaves(wanted)))
+        state, frozen = start(model, trains(wanted), optimizer)
+    step_options = StepOptions(
+        compute_dtype=options.dtype,
+        remat=REMAT[options.remat],
+        clip=options.clip,
+        z_loss=options.z_loss,
+        balance_loss=options.balance_loss,
+        bias_rate=options.bias_rate,
+    )
+    del model
+
+    def validation_loss(state: TrainState) -> float | None:
+        if not len(held_out):
+            return None
+        rows = in_order(held_data, held_out.tolist(), options.seq_length, options.rows, packed=options.packed)
+        return mean_loss(joined(state, frozen), rows, options.dtype)[0]
+
+    every = options.evaluate_every or max(1, steps // 10)
+    with RunCheckpoints(output / "checkpoints", keep=keep) as checkpoints, MetricsLog(output, on_metrics) as log:
+        done = 0
+        if resume and checkpoints.steps():
+            done = checkpoints.steps()[-1]
+            state = checkpoints.restore(done, state)
+            report.say(f"Resuming behind step {done}.")
+        log.keep(done)
+        if done == 0:
+            log.write({"step": 0, "validation_loss": validation_loss(state)})
+        source = prefetch(batches.read(done, steps, last_epoch=last_epoch))
+        skipped, began = 0, time.perf_counter()
+        try:
+            for number, batch in enumerate(source, start=done + 1):
+                state, metrics = train_step((frozen, batch, optimizer, step_options), state)
+                line = _line(number, metrics, float(rate(number - 1)), began)
+                began = time.perf_counter()
+                if not bool(metrics.finite):
+                    skipped += 1
+                    _nonfinite(number, line, options, batches, report)
+                if number % every == 0 or number == steps:
+                    line["validation_loss"] = validation_loss(state)
+                done = number
+                log.write(line)
+                report.step(line, steps)
+                if number % save_every == 0 or number == steps:
+                    checkpoints.save(number, state, line.get("validation_loss"))
+        except KeyboardInterrupt:
+            if done and done not in checkpoints.steps():
+                checkpoints.save(done, state)
+            checkpoints.wait()
+            report.say(f"Stopped behind step {done} of {steps}, which is saved; go on with --resume.")
+            raise
+        checkpoints.wait()
+        log.draw()
+        lines = log.lines
+    finished = joined(state, frozen)
+    if options.lora:
+        save_adapter(finished, output / "adapter", base=str(folder), overwrite=True)
+    else:
+        stored = from_pretrained_dtype(folder)
+        save_pretrained(finished, output / "model", dtype=stored, overwrite=True)
+    losses = [line["validation_loss"] for line in lines if line.get("validation_loss") is not None]
+    return {
+        "steps": steps,
+        "validation_loss_before": losses[0] if losses else None,
+        "validation_loss_after": losses[-1] if losses else None,
+        "skipped_steps": skipped,
+        "output": str(output / ("adapter" if options.lora else "model")),
+    }
+
+
+def trainable_model(model: KimiLinear, options: RunOptions) -> tuple[KimiLinear, Any]:
+    """The model, with deltas if LoRA is wanted, and which of its leaves train: see `trainable.select`."""
+    if not options.lora:
+        return model, select(model, train=options.train or ("*",), freeze=options.freeze)
+    key = jr.key(options.seed)
+    model = add_lora(model, rank=options.lora, alpha=options.lora_alpha, targets=options.lora_targets, key=key)
+    deltas = lora_leaves(model)
+    if not options.train:
+        return model, deltas
+    chosen = select(model, train=options.train, freeze=options.freeze)
+    return model, jax.tree.map(lambda delta, choice: True if delta else choice, deltas, chosen)
+
+
+def wanted_leaves(wanted: Any) -> Any:
+    """The choices of the leaves that train; `None` for the others, as in a gradient."""
+    return jax.tree.map(lambda choice: choice if np.any(choice) else None, wanted)
+
+
+def from_pretrained_dtype(folder: Path) -> str:
+    """The dtype that most weights of a folder are stored in, to save the result alike."""
+    from kimi_zoo.checkpoints.safetensors import open_checkpoint
+
+    sizes: dict[str, int] = {}
+    with open_checkpoint(folder) as checkpoint:
+        for info in checkpoint.tensors.values():
+            sizes[str(info.dtype)] = sizes.get(str(info.dtype), 0) + info.nbytes
+    most = max(sizes, key=sizes.__getitem__)
+    return most if most in ("float32", "bfloat16", "float16") else "bfloat16"
+
+
+@eqx.filter_jit
+def _sums(model: KimiLinear, batch: Batch, dtype: str):
+    sums = batch_sums(as_computed(model, jnp.dtype(dtype)), Batch(*map(jnp.asarray, batch)))
+    return sums.loss, sums.tokens
+
+
+def mean_loss(model: KimiLinear, batches: Iterable[Batch], dtype: str = "float32") -> tuple[float, int]:
+    """Mean loss in nats over all learned tokens of the batches, and their number."""
+    total, tokens = 0.0, 0
+    for batch in batches:
+        loss, count = _sums(model, batch, dtype)
+        total, tokens = total + float(loss), tokens + int(count)
+    return total / max(tokens, 1), tokens
+
+
+def prefetch(batches: Iterator[Batch], ahead: int = 2) -> Iterator[Batch]:
+    """The same batches, made in another thread while the step before runs."""
+    ready: queue.Queue = queue.Queue(ahead)
+    stopped = threading.Event()
+
+    def work() -> None:
+        item: Any = None
+        try:
+            for item in batches:
+                while not stopped.is_set():
+                    try:
+                        ready.put((item, None), timeout=0.1)
+                        break
+                    except queue.Full:
+                        continue
+                if stopped.is_set():
+                    return
+            ready.put((None, None))
+        except Exception as error:
+            ready.put((None, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        while True:
+            item, error = ready.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+    finally:
+        stopped.set()
+
+
+def _claim(output: Path, options: RunOptions, resume: bool) -> None:
+    """Makes the folder of a new run, or checks that the one to go on with has the same options."""
+    file = output / "run.json"
+    # through JSON and back, so that tuples compare with the lists that were read
+    now = json.loads(json.dumps(dataclasses.asdict(options)))
+    if file.exists():
+        if not resume:
+            raise CheckpointError(f"{output} holds a run already: go on with --resume, or choose another folder.")
+        before = json.loads(file.read_text())
+        changed = [f"{k}: {before.get(k)!r} then, {now[k]!r} now" for k in now if before.get(k) != now[k]]
+        if changed:
+            raise CheckpointError(f"The run in {output} has other options:\n- " + "\n- ".join(changed))
+    elif output.exists() and any(entry.name != "data" for entry in output.iterdir()):
+        raise CheckpointError(f"{output} is not empty and holds no run: choose another folder.")
+    else:
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(file, now)
+
+
+def _line(number: int, metrics: Metrics, rate: float, began: float) -> dict[str, Any]:
+    tokens = int(metrics.tokens)
+    loss = float(metrics.loss)
+    seconds = time.perf_counter() - began
+    return {
+        "step": number,
+        "loss": loss if math.isfinite(loss) else None,
+        "tokens": tokens,
+        "learning_rate": rate,
+        "gradient_norm": float(metrics.gradient_norm) if math.isfinite(float(metrics.gradient_norm)) else None,
+        "most_loaded_expert": float(metrics.most_loaded),
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+    }
+
+
+def _nonfinite(number: int, line: dict[str, Any], options: RunOptions, batches: Batches, report: Report) -> None:
+    count = options.rows * options.accumulate
+    where = f"rows {(number - 1) * count} to {number * count - 1} of the shuffled data, seed {options.seed}"
+    shown = lambda value: "not finite" if value is None else value
+    text = f"Step {number} ({where}): loss {shown(line['loss'])}, gradient norm {shown(line['gradient_norm'])}."
+    if options.on_nonfinite == "skip":
+        report.say(text + " The step is skipped.")
+        return
+    raise NonFiniteError(text + " The run stops; a lower learning rate may help, or --on-nonfinite skip.")
+
+
+def fuse(model: str | Path, adapter: str | Path, output: str | Path, *, overwrite: bool = False) -> None:
+    """Writes the model with an adapter's deltas added to its weights."""
+    loaded = from_pretrained(model)
+    save_pretrained(merge_lora(load_adapter(loaded, adapter)), output, overwrite=overwrite)

@@ -84,8 +84,8 @@ class Batches:
     def epoch_rows(self, epoch: int) -> list[list[int]]:
         """The examples in every row of an epoch, shuffled."""
         random = np.random.default_rng([self.seed, epoch])
-        order = self.indices[random.permutation(len(self.indices))]
-        rows = pack(self.dataset.lengths, order, self.seq_length) if self.packed else [[int(i)] for i in order]
+        order = self.indices[random.permutation(len(self.indices))].tolist()
+        rows = pack(self.dataset.lengths, order, self.seq_length) if self.packed else [[index] for index in order]
         return [rows[place] for place in random.permutation(len(rows))]
 
     def steps_in(self, epochs: int) -> int:

@@ -120,7 +120,7 @@ def train_step(
     batch = Batch(*map(jnp.asarray, batch))
     sums, gradient = gradients(state.trainable, eqx.combine(state.score_biases, frozen), batch, options)
     with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         if options.clip:
             gradient = jax.tree.map(lambda leaf: leaf * jnp.minimum(1.0, options.clip / (norm + 1e-12)), gradient)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.trainable)

@@ -1,0 +1,240 @@
+"""Losses and steps: exact where they must be exact, and what a step leaves alone."""
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from helpers import DATA, TINY, assert_close, tiny
+from safetensors.numpy import load_file
+
+import kimi_zoo as kz
+from kimi_zoo.training import loss as loss_module
+from kimi_zoo.training.loss import batch_sums, token_losses
+from kimi_zoo.training.optimizers import OPTIMIZERS, learning_rate, make_optimizer, masked_updates
+from kimi_zoo.training.packing import Batch
+from kimi_zoo.training.step import StepOptions, gradients, joined, start, train_step
+from kimi_zoo.training.trainable import select, summary, trains
+
+
+def batch_of(*documents, rows=None):
+    """Documents packed into one row each list; `[1, rows, seq]`."""
+    rows = [list(group) for group in documents]
+    length = max(sum(map(len, group)) for group in rows) + 2
+    parts = [np.zeros((len(rows), length), kind) for kind in (np.int32, np.int32, np.float32, np.int32)]
+    batch = Batch(*parts)
+    for row, group in enumerate(rows):
+        at = 0
+        for segment, tokens in enumerate(group, start=1):
+            end = at + len(tokens)
+            batch.tokens[row, at:end], batch.segment_ids[row, at:end] = tokens, segment
+            batch.targets[row, at : end - 1], batch.weights[row, at : end - 1] = tokens[1:], 1
+            at = end
+    return Batch(*(part[None] for part in batch))
+
+
+def documents(key, *lengths):
+    return [
+        jr.randint(k, (n,), 1, TINY.vocab_size).tolist()
+        for k, n in zip(jr.split(key, len(lengths)), lengths, strict=True)
+    ]
+
+
+def flat(batch):
+    return Batch(*(jnp.asarray(part[0]) for part in batch))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kz.KimiLinear(TINY, key=jr.key(2))
+
+
+def test_losses_in_pieces_are_those_of_all_logits(model, getkey, monkeypatch):
+    tokens, targets = jr.randint(getkey(), (2, 2, 7), 0, TINY.vocab_size)
+    whole = jax.nn.log_softmax(model(tokens))
+    expected = -jnp.take_along_axis(whole, targets[..., None], axis=-1)[..., 0]
+    for at_once in (1 << 24, 3 * TINY.vocab_size, 1):  # one piece, uneven ones, one token at a time
+        monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", at_once)
+        losses, totals = token_losses(model, model.hidden_states(tokens), targets)
+        assert_close(losses, expected, atol=2e-6)
+        assert_close(totals, jax.nn.logsumexp(model(tokens), -1), atol=2e-6)
+
+
+def test_packed_documents_give_the_losses_of_separate_ones(model, getkey):
+    one, two, three = documents(getkey(), 5, 7, 3)
+    sums = lambda batch: eqx.filter_jit(batch_sums)(model, flat(batch))
+    packed, apart = sums(batch_of([one, two], [three])), [sums(batch_of([d])) for d in (one, two, three)]
+    assert_close(packed.loss, sum(s.loss for s in apart), rtol=1e-6)
+    assert float(packed.tokens) == 12 == sum(float(s.tokens) for s in apart)
+    total = lambda counts: sum(np.asarray(leaf).sum() for leaf in jax.tree.leaves(counts))
+    assert total(packed.expert_counts) == 15 * 3 * TINY.num_experts_per_token  # pads route nowhere that counts
+
+
+def test_accumulation_is_the_large_batch(model, getkey):
+    """Tokens weigh the same, so batches of different lengths need weights: a mean of means would differ."""
+    rows = [[d] for d in documents(getkey(), 9, 3, 6, 2)]
+    large = batch_of(*rows)
+    small = Batch(*(part.reshape(2, 2, -1) for part in large))
+    trainable, rest = eqx.partition(model, trains(select(model)))
+    run = eqx.filter_jit(lambda batch: gradients(trainable, rest, Batch(*map(jnp.asarray, batch)), StepOptions()))
+    (sums, gradient), (expected_sums, expected) = run(small), run(large)
+    assert_close(sums.loss, expected_sums.loss, rtol=1e-6)
+    assert_close(gradient, expected, rtol=2e-5)
+    case = json.loads((DATA / "field_cases" / "grad_accum.json").read_text())
+    weights = [batch["tokens"] for batch in case["micro_batches"]]
+    loss = sum(w * batch["mean_loss"] for w, batch in zip(weights, case["micro_batches"], strict=True)) / sum(weights)
+    assert abs(loss - case["expected_loss"]) < 1e-6  # the rule that `gradients` follows
+
+
+@pytest.mark.parametrize("remat", [True, jax.checkpoint_policies.dots_with_no_batch_dims_saveable])
+def test_rematerialising_changes_nothing(remat, getkey):
+    model = kz.KimiLinear(
+        tiny(layer_kinds=("kda",) * 6, mlp_kinds=("dense",) + ("moe",) * 5), key=getkey()
+    )  # five equal layers: two groups of two, and one
+    batch = batch_of(*[[d] for d in documents(getkey(), 9, 3)])
+    trainable, rest = eqx.partition(model, trains(select(model)))
+    run = lambda remat: eqx.filter_jit(gradients)(
+        trainable, rest, Batch(*map(jnp.asarray, batch)), StepOptions(remat=remat)
+    )
+    assert_close(run(remat), run(False), rtol=2e-5)
+
+
+def test_memory_with_remat_grows_slower_than_depth():
+    def temporary(layers, remat):
+        model = eqx.filter_eval_shape(
+            lambda: kz.KimiLinear(tiny(layer_kinds=("kda",) * layers, mlp_kinds=("dense",) * layers), key=jr.key(0))
+        )
+        shapes = Batch(*(jax.ShapeDtypeStruct((1, 2, 128), k) for k in (jnp.int32, jnp.int32, jnp.float32, jnp.int32)))
+        arrays, static = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+        def run(arrays, batch):
+            return gradients(arrays, static, batch, StepOptions(remat=remat))[0].loss, gradients(
+                arrays, static, batch, StepOptions(remat=remat)
+            )[1]
+
+        return jax.jit(run).lower(arrays, shapes).compile().memory_analysis().temp_size_in_bytes
+
+    shallow, deep = temporary(4, True), temporary(64, True)
+    gradient = 4 * 64 * 3000  # bytes of the gradients themselves, which do grow with depth
+    assert deep < 4 * shallow + 3 * gradient
+    assert temporary(64, False) > 2 * deep
+
+
+def test_five_steps_of_the_goldens():
+    folder = DATA / "goldens" / "kimi_linear_tiny"
+    golden = load_file(folder / "golden.safetensors")
+    tolerance = json.loads((folder / "golden.json").read_text())["tolerance"]
+    model = kz.from_pretrained(folder, dtype="float32")
+    tokens = np.asarray(golden["long.input_ids"])
+    wanted = select(model)
+    optimizer = make_optimizer("adamw", 1e-3, weight_decay=0.1)
+    state, frozen = start(model, trains(wanted), optimizer)
+    rows, length = tokens.shape
+    targets = np.concatenate([tokens[:, 1:], np.zeros((rows, 1), tokens.dtype)], 1)
+    weights = np.ones((rows, length), np.float32)
+    weights[:, -1] = 0
+    batch = Batch(
+        tokens[None].astype(np.int32),
+        targets[None].astype(np.int32),
+        weights[None],
+        np.ones((1, rows, length), np.int32),
+    )
+    losses = []
+    for _ in range(6):
+        state, metrics = train_step((frozen, batch, optimizer, StepOptions(clip=0.0)), state)
+        losses.append(metrics.loss)
+    assert_close(jnp.stack(losses), golden["adamw.losses"], atol=tolerance["adamw_loss_atol"], name="losses")
+    before, after = kz.to_tensors(model), kz.to_tensors(joined(state, frozen))
+    for name, value in before.items():  # the balancing bias takes no gradient and no decay
+        assert name.endswith("e_score_correction_bias") == bool(np.array_equal(value, after[name])), name
+    assert int(state.step) == 6
+
+
+def test_what_is_frozen_stays_to_the_bit_and_single_layers_can_be(model, getkey):
+    wanted = select(model, freeze=("model.layers.1.*", "A_log", "*norm.weight"))
+    with pytest.raises(ValueError, match="'xyz' fits no parameter"):
+        select(model, freeze=("xyz",))
+    optimizer = optax.chain(
+        make_optimizer("adamw", 1e-2, weight_decay=0.1),
+        masked_updates(jax.tree.map(lambda choice: choice if np.any(choice) else None, wanted)),
+    )
+    state, frozen = start(model, trains(wanted), optimizer)
+    batch = batch_of(*[[d] for d in documents(getkey(), 9, 9)])
+    for _ in range(2):
+        state, _ = train_step((frozen, batch, optimizer, StepOptions()), state)
+    before, after = kz.to_tensors(model), kz.to_tensors(joined(state, frozen))
+    for name in before:
+        fixed = ".layers.1." in name or name.endswith(("A_log", "norm.weight", "correction_bias"))
+        assert bool(np.array_equal(before[name], after[name])) == fixed, name
+    rows = {name: (total, training) for name, total, training in summary(model, wanted)}
+    assert rows["mixer.a_log"][1] == 0 and 0 < rows["mlp.router.weight"][1] < rows["mlp.router.weight"][0]
+
+
+def test_a_step_that_is_not_finite_changes_nothing(model, getkey):
+    broken = eqx.tree_at(lambda m: m.norm.weight, model, model.norm.weight.at[0].set(jnp.nan))
+    optimizer = make_optimizer("adamw", 1e-2)
+    state, frozen = start(broken, trains(select(broken)), optimizer)
+    batch = batch_of(*[[d] for d in documents(getkey(), 5)])
+    new, metrics = train_step((frozen, batch, optimizer, StepOptions()), state)
+    assert not bool(metrics.finite) and int(new.step) == 0
+    kept = eqx.tree_equal(joined(new, frozen).embedding, broken.embedding)
+    assert bool(kept)
+
+
+def test_balancing_bias_moves_towards_an_even_load_with_mean_zero(model, getkey):
+    optimizer = make_optimizer("sgd", 0.0)
+    state, frozen = start(model, trains(select(model)), optimizer)
+    batch = batch_of(*[[d] for d in documents(getkey(), 30, 30)])
+    counts = eqx.filter_jit(batch_sums)(model, flat(batch)).expert_counts
+    state, _ = train_step((frozen, batch, optimizer, StepOptions(bias_rate=0.1)), state)
+    moved = joined(state, frozen)
+    for layer in (1, 2, 3):
+        section, position, repeat = model.layers.locate(layer)
+        count = np.asarray(counts.sections[section][position][repeat])
+        bias = np.asarray(moved.layers[layer].mlp.router.score_bias)
+        assert abs(bias.mean()) < 1e-6
+        assert np.array_equal(
+            np.sign(bias - bias[np.argmin(np.abs(count - count.mean()))] * 0)[count > count.mean()] < 0,
+            np.full((count > count.mean()).sum(), True),
+        )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_lowers_the_loss(name, model, getkey):
+    rate = {"sgd": 0.1, "lion": 1e-3, "muon": 1e-2}.get(name, 1e-2)
+    with jax.numpy_dtype_promotion("standard"):
+        optimizer = make_optimizer(name, rate, weight_decay=0.01)
+        state, frozen = start(model, trains(select(model)), optimizer)
+        batch = batch_of(*[[d] for d in documents(getkey(), 9, 9)])
+        losses = []
+        for _ in range(4):
+            state, metrics = train_step((frozen, batch, optimizer, StepOptions()), state)
+            losses.append(float(metrics.loss))
+    assert losses[-1] < losses[0]
+
+
+def test_schedules():
+    for schedule, end in (("cosine", 0.0), ("linear", 0.0), ("constant", 1.0)):
+        rate = learning_rate(1.0, 10, warmup=2, schedule=schedule)
+        assert 0 < float(rate(0)) < float(rate(1)) < float(rate(2)) == 1.0
+        assert abs(float(rate(10)) - end) < 1e-6
+    with pytest.raises(ValueError, match="does not fit"):
+        learning_rate(1.0, 3, warmup=4)
+    with pytest.raises(ValueError, match="one of cosine"):
+        learning_rate(1.0, 3, warmup=0, schedule="step")
+    with pytest.raises(ValueError, match="one of adamw"):
+        make_optimizer("adam", 1.0)
+
+
+def test_bfloat16_computation_keeps_float32_parameters(model, getkey):
+    optimizer = make_optimizer("adamw", 1e-3)
+    state, frozen = start(model, trains(select(model)), optimizer)
+    batch = batch_of(*[[d] for d in documents(getkey(), 9, 9)])
+    expected = eqx.filter_jit(batch_sums)(model, flat(batch))
+    state, metrics = train_step((frozen, batch, optimizer, StepOptions(compute_dtype="bfloat16")), state)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.trainable)} == {jnp.dtype("float32")}
+    assert_close(metrics.loss, expected.loss / expected.tokens, rtol=5e-3)  # the rounding of bfloat16

@@ -28,7 +28,8 @@ class RunCheckpoints:
         policy = managers.AnyPreservationPolicy([managers.LatestN(keep), best])
         options = ocp.CheckpointManagerOptions(preservation_policy=policy, cleanup_tmp_directories=True)
         self._folder = folder
-        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+        handler = ocp.StandardCheckpointHandler()
+        self._manager = ocp.CheckpointManager(folder.resolve(), options=options, item_handlers=handler)
 
     def __enter__(self) -> "RunCheckpoints":
         return self

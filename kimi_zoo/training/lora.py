@@ -207,7 +207,7 @@ def lora_leaves(model: Any) -> Any:
     return jax.tree.map(lambda node: mark(is_delta(node))(node), model, is_leaf=is_delta)
 
 
-def merge_lora(model: KimiLinear) -> KimiLinear:
+def merge_lora[Model](model: Model) -> Model:
     """The model with every delta added to its matrix: in float32, rounded once to the dtype of the matrix."""
 
     def merge(node: Any) -> Any:

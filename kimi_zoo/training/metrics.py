@@ -65,7 +65,8 @@ def draw_losses(lines: Sequence[dict[str, Any]], path: Path) -> None:
             if points:
                 axes.plot(*zip(*points, strict=True), style, linewidth=0.9, markersize=3, label=label)
         axes.set(xlabel="step", ylabel="loss, nats per token")
-        axes.legend(frameon=False)
+        if axes.lines:
+            axes.legend(frameon=False)
         temporary = path.with_suffix(".tmp")
         figure.savefig(temporary, format="png", dpi=120)
     os.replace(temporary, path)

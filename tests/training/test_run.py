@@ -179,10 +179,13 @@ def test_killed_at_any_moment(folder, tmp_path):
         command = [sys.executable, "-m", "kimi_zoo", "finetune", folder / "model", "--data", folder / "rows.jsonl"]
         command += ["--output", output, "--steps", steps, "--batch-size", 2, "--seq-length", 32, "--save-every", 3]
         command += ["--evaluate-every", 10, "--learning-rate", "0.01", "--quiet", *more]
-        return subprocess.Popen([str(word) for word in command], env=environment, stderr=subprocess.PIPE)
+        with open(tmp_path / "errors", "wb") as errors:
+            return subprocess.Popen([str(word) for word in command], env=environment, stderr=errors)
+
+    told = lambda: (tmp_path / "errors").read_text()
 
     reference = start(tmp_path / "reference")
-    assert reference.wait() == 0, reference.stderr.read().decode()
+    assert reference.wait() == 0, told()
     metrics = tmp_path / "run" / "metrics.jsonl"
     lines = lambda: metrics.read_bytes().count(b"\n") if metrics.exists() else 0
     while kills < 22:
@@ -195,13 +198,12 @@ def test_killed_at_any_moment(folder, tmp_path):
             time.sleep(0.002)
         time.sleep(chance.uniform(0, 0.03))
         process.send_signal(signal.SIGKILL)
-        error = process.stderr.read().decode()
         if process.wait() == 0:
             break
-        assert process.returncode == -signal.SIGKILL, error
+        assert process.returncode == -signal.SIGKILL, told()
         kills += 1
     assert kills >= 22, kills
     last = start(tmp_path / "run", "--resume")
-    assert last.wait() == 0, last.stderr.read().decode()
+    assert last.wait() == 0, told()
     assert numbers(tmp_path / "run" / "metrics.jsonl") == numbers(tmp_path / "reference" / "metrics.jsonl")
     assert tensors(tmp_path / "run" / "model") == tensors(tmp_path / "reference" / "model")

@@ -141,18 +141,19 @@ def _forward(static: _Static, tiling: Tiling, operands: Operands, keep: bool = F
     tokens, initial_state, a_log, dt_bias, real, starts, slots = operands
     chunks = tokens[0].shape[1] // tiling.chunk
 
-    def step(carry, index):
-        states, output = carry
+    def step(carry, _):
+        index, states, output = carry
         raw, real_here, starts_here = jax.tree.map(lambda x: _take(x, index, tiling.chunk), (tokens, real, starts))
         activated = activate_tokens(*raw, real_here, a_log, dt_bias, static.activation)
         segment = None if starts_here is None else _number_segments(starts_here)
         slot = None if slots is None else slots[:, index]
         before = read_slot(states, slot)
         state, out, _ = chunk_forward(before, *map(_heads_first, activated), segment, tiling)
-        return (write_slot(states, slot, state), _put(output, _heads_first(out), index)), before if keep else None
+        carry = (index + 1, write_slot(states, slot, state), _put(output, _heads_first(out), index))
+        return carry, before if keep else None
 
-    carry = (initial_state, jnp.zeros_like(tokens[2]))
-    (states, output), kept = jax.lax.scan(step, carry, jnp.arange(chunks))
+    carry = (jnp.int32(0), initial_state, jnp.zeros_like(tokens[2]))
+    (_, states, output), kept = jax.lax.scan(step, carry, length=chunks)
     return (output, states, kept) if keep else (output, states)
 
 
@@ -162,8 +163,8 @@ def _backward(
     """Cotangents of the operands."""
     tokens, _, a_log, dt_bias, real, starts, slots = operands
 
-    def step(carry, index):
-        d_states, d_tokens, d_parameters = carry
+    def step(carry, before):
+        index, d_states, d_tokens, d_parameters = carry
         raw, real_here, starts_here = jax.tree.map(lambda x: _take(x, index, tiling.chunk), (tokens, real, starts))
 
         def activate(raw, parameters):
@@ -173,7 +174,6 @@ def _backward(
         query, key, value, log_decay, beta = map(_heads_first, activated)
         segment = None if starts_here is None else _number_segments(starts_here)
         slot = None if slots is None else slots[:, index]
-        before = kept[index]
         _, _, forward = chunk_forward(before, query, key, value, log_decay, beta, segment, tiling)
         d_out = _heads_first(_take(d_output, index, tiling.chunk)).astype(before.dtype)
         d_state, d_activated = chunk_backward(
@@ -181,8 +181,10 @@ def _backward(
         )
         d_raw, d_here = activate_backward(tuple(map(_heads_first, d_activated)))
         d_tokens = jax.tree.map(lambda x, piece: _put(x, piece, index), d_tokens, d_raw)
-        return (write_slot(d_states, slot, d_state), d_tokens, jax.tree.map(jnp.add, d_parameters, d_here)), None
+        d_states = write_slot(d_states, slot, d_state)
+        return (index - 1, d_states, d_tokens, jax.tree.map(jnp.add, d_parameters, d_here)), None
 
-    carry = (d_states, *jax.tree.map(jnp.zeros_like, (tokens, (a_log, dt_bias))))
-    (d_states, d_tokens, (d_a_log, d_dt_bias)), _ = jax.lax.scan(step, carry, jnp.arange(kept.shape[0]), reverse=True)
+    last = jnp.int32(kept.shape[0] - 1)
+    carry = (last, d_states, *jax.tree.map(jnp.zeros_like, (tokens, (a_log, dt_bias))))
+    (_, d_states, d_tokens, (d_a_log, d_dt_bias)), _ = jax.lax.scan(step, carry, kept, reverse=True)
     return Operands(d_tokens, d_states, d_a_log, d_dt_bias, None, None, None)

@@ -223,7 +223,7 @@ def _of_blocks(blocks: int) -> np.ndarray:
 def _apply(weights: np.ndarray, x: Float[Array, "... mid dim"], tiling: Tiling) -> Float[Array, "... rows dim"]:
     weights = jnp.asarray(weights, x.dtype)
     if tiling.block < tiling.chunk:  # many small products: XLA's CPU backend wants the constant batched as well
-        weights = jnp.broadcast_to(weights, (*x.shape[:-2], *weights.shape))
+        weights = jnp.ones_like(x[..., :1, :1]) * weights
         return _matmul(weights, x, tiling)
     return jnp.einsum("ij,...jk->...ik", weights, x, precision=tiling.precision)
 

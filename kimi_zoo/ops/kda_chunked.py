@@ -1,8 +1,8 @@
 """Kimi Delta Attention in chunks, in plain JAX: one scan over chunks, with a derivative of its own.
 
 The formulas of a chunk, forward and backward, stand in `kda_chunk.py`. The forward scan turns raw inputs into
-normalised queries and keys and log-decays chunk by chunk. When a derivative is taken it also keeps the state before each
-chunk; the backward scan computes everything else again, from the last chunk to the first.
+normalised queries and keys and log-decays chunk by chunk. When a derivative is taken it also keeps the state before
+each chunk; the backward scan computes everything else again, from the last chunk to the first.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from kimi_zoo.ops.kda_chunk import Tiling, chunk_backward, chunk_forward
 from kimi_zoo.ops.kda_gates import Activation, activate_tokens
 from kimi_zoo.ops.kda_recurrent import read_slot, write_slot
 from kimi_zoo.ops.packing import align_segments, segment_starts
+from kimi_zoo.ops.varying import zeros_like
 
 DEFAULT_CHUNK_SIZE = 64
 _CPU_BLOCK_SIZE = 8  # fewest operations per token; elsewhere the fewest operations count: one block
@@ -152,7 +153,7 @@ def _forward(static: _Static, tiling: Tiling, operands: Operands, keep: bool = F
         carry = (index + 1, write_slot(states, slot, state), _put(output, _heads_first(out), index))
         return carry, before if keep else None
 
-    carry = (jnp.int32(0), initial_state, jnp.zeros_like(tokens[2]))
+    carry = (jnp.int32(0), initial_state, zeros_like(tokens[2]))
     (_, states, output), kept = jax.lax.scan(step, carry, length=chunks)
     return (output, states, kept) if keep else (output, states)
 
@@ -185,6 +186,6 @@ def _backward(
         return (index - 1, d_states, d_tokens, jax.tree.map(jnp.add, d_parameters, d_here)), None
 
     last = jnp.int32(kept.shape[0] - 1)
-    carry = (last, d_states, *jax.tree.map(jnp.zeros_like, (tokens, (a_log, dt_bias))))
+    carry = (last, d_states, *jax.tree.map(zeros_like, (tokens, (a_log, dt_bias))))
     (_, d_states, d_tokens, (d_a_log, d_dt_bias)), _ = jax.lax.scan(step, carry, kept, reverse=True)
     return Operands(d_tokens, d_states, d_a_log, d_dt_bias, None, None, None)

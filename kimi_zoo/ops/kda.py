@@ -70,7 +70,8 @@ def kimi_delta_attention(
     - `implementation`: `None` for the best one where the program is lowered to, or one of `recurrent`, `chunked`,
         `tokamax_xla`, `tokamax_xla_chunked`, `tokamax_mosaic`: that one, or an error that says why not.
 
-    Derivatives are taken in reverse mode, also repeatedly; forward mode (`jax.jvp`) works with `recurrent` only.
+    Derivatives are taken in reverse mode, also repeatedly, and forward mode over reverse; forward mode alone
+    (`jax.jvp`) works with `recurrent` only.
 
     **Returns:** the output in the value's dtype, and the final state in float32 (`[batch, heads, key_dim, value_dim]`,
     or `[batch, segments, heads, key_dim, value_dim]` with `max_num_segments`), or `None` unless asked for.
@@ -207,7 +208,7 @@ def _initial_states(
     state: Float[Array, "batch *segments heads key_dim value_dim"],
     segment_ids: Array | None,
     max_num_segments: int | None,
-) -> Float[Array, "batch *segments heads key_dim value_dim"]:
+) -> Float[Array, "batch *states heads key_dim value_dim"]:
     """The state before each row, or before each segment id: a row's single state belongs to its first segment."""
     if max_num_segments is None or state.ndim == 5:
         return state

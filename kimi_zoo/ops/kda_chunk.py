@@ -148,8 +148,8 @@ def chunk_backward(
     key_part = decays.from_start * d_from_start[..., size:, :]
     last_part = decays.to_end * d_to_end
     d_start = query * query_part + key * key_part
-    d_start = d_start.at[..., -1, :].add(whole[..., 0] * jnp.sum(state * state_cotangent, axis=-1))
-    d_log_decay = _decays_backward(d_inside, d_larger, d_start, key * last_part, tiling)
+    d_whole = jnp.sum(whole * state * state_cotangent, axis=-1)  # of a sum over all of the chunk's tokens
+    d_log_decay = _decays_backward(d_inside, d_larger, d_start, key * last_part, tiling) + d_whole[..., None, :]
     return d_state, (d_query + query_part, d_key + key_part + last_part, d_value, d_log_decay, d_beta)
 
 

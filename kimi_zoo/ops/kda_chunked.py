@@ -120,7 +120,11 @@ def _by_platform(function: Callable, static: _Static, *operands):
 
 
 def _take(x: Array | None, index: Int[Array, ""], chunk: int) -> Array | None:
-    return None if x is None else jax.lax.dynamic_slice_in_dim(x, index * chunk, chunk, axis=1)
+    """The tokens of one chunk. Chunks have an axis of their own, or a TPU would lay the whole array out anew."""
+    if x is None:
+        return None
+    chunks = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+    return jax.lax.dynamic_index_in_dim(chunks, index, axis=1, keepdims=False)
 
 
 def _put(x: Array, piece: Array, index: Int[Array, ""]) -> Array:

@@ -45,8 +45,7 @@ def mesh_of(axis_type):
     return jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "recurrent", None])
-@pytest.mark.parametrize("initial_state", [True, False])
+@pytest.mark.parametrize("implementation, initial_state", [("chunked", False), ("recurrent", False), (None, True)])
 def test_shard_map_over_batch_and_heads(implementation, initial_state):
     inputs, weights = small_inputs()
     function = functools.partial(run, implementation=implementation, initial_state=initial_state)
@@ -54,11 +53,12 @@ def test_shard_map_over_batch_and_heads(implementation, initial_state):
         function, mesh=mesh_of(AxisType.Auto), in_specs=(SPECS, P("data")), out_specs=OUTPUT_SPECS, check_vma=True
     )
     expected = vjp_of_sum(lambda inputs: function(inputs, jnp.asarray(IDS)), inputs, weights)
-    assert_trees_close(vjp_of_sum(lambda inputs: mapped(inputs, jnp.asarray(IDS)), inputs, weights), expected, TOLERANCE)
+    assert_trees_close(
+        vjp_of_sum(lambda inputs: mapped(inputs, jnp.asarray(IDS)), inputs, weights), expected, TOLERANCE
+    )
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("initial_state", [True, False])
+@pytest.mark.parametrize("axis_type, initial_state", [(AxisType.Auto, True), (AxisType.Explicit, False)])
 def test_sharded_arrays(axis_type, initial_state):
     inputs, weights = small_inputs()
     function = functools.partial(run, ids=jnp.asarray(IDS), initial_state=initial_state)

@@ -12,6 +12,7 @@ from kimi_zoo.ops.kda_gates import Activation, accumulation_dtype, activate_toke
 from kimi_zoo.ops.kda_recurrent import fused_delta_step, kda_recurrent
 from kimi_zoo.ops.kda_tokamax import TOKAMAX_NAMES, check_tokamax, kda_tokamax
 from kimi_zoo.ops.packing import check_segments
+from kimi_zoo.ops.varying import vary_alike
 
 IMPLEMENTATIONS = ("recurrent", "chunked", *TOKAMAX_NAMES)
 SMALL_STATE = (
@@ -69,7 +70,8 @@ def kimi_delta_attention(
     - `implementation`: `None` for the best one where the program is lowered to, or one of `recurrent`, `chunked`,
         `tokamax_xla`, `tokamax_xla_chunked`, `tokamax_mosaic`: that one, or an error that says why not.
 
-    Derivatives are taken in reverse mode, also repeatedly; forward mode (`jax.jvp`) works with `recurrent` only.
+    Derivatives are taken in reverse mode, also repeatedly, and forward mode over reverse; forward mode alone
+    (`jax.jvp`) works with `recurrent` only.
 
     **Returns:** the output in the value's dtype, and the final state in float32 (`[batch, heads, key_dim, value_dim]`,
     or `[batch, segments, heads, key_dim, value_dim]` with `max_num_segments`), or `None` unless asked for.
@@ -102,8 +104,11 @@ def kimi_delta_attention(
     if max_num_segments is not None:
         segment_ids = jnp.ones((batch, seq), jnp.int32) if segment_ids is None else segment_ids
         segment_ids = check_segments(segment_ids, max_num_segments)
-    states = _initial_states(state_shape, dtype, initial_state, segment_ids, max_num_segments)
-    operands = (query, key, value, gate, beta, states, a_log, dt_bias, segment_ids)
+    if initial_state is None:  # an outer product of nothing, so that it is laid out over devices as they are
+        nothing = [jnp.zeros_like(jnp.sum(x, axis=1), dtype) for x in (query, value)]
+        initial_state = nothing[0][..., :, None] * nothing[1][..., None, :]
+    states = _initial_states(initial_state.astype(dtype), segment_ids, max_num_segments)
+    operands = vary_alike((query, key, value, gate, beta, states, a_log, dt_bias, segment_ids))
     output, states = _run(implementation, operands, activation, chunk_size)
     return output.astype(value.dtype), states if output_final_state else None
 
@@ -183,6 +188,7 @@ def _recurrent_or_chunked(operands: tuple, activation: Activation):
 
 
 def _chunked_forward(operands: tuple, activation: Activation):
+    operands = jax.tree.map(jnp.array, operands)  # constants arrive as something that is no `jax.Array`
     return jax.vjp(lambda operands: kda_chunked(*operands, activation, None), operands)
 
 
@@ -200,14 +206,11 @@ def _log_choice(choice: str, reason: str) -> None:
 
 
 def _initial_states(
-    shape: tuple[int, int, int, int],
-    dtype: jnp.dtype,
-    initial_state: Array | None,
+    state: Float[Array, "batch *segments heads key_dim value_dim"],
     segment_ids: Array | None,
     max_num_segments: int | None,
-) -> Float[Array, "batch *segments heads key_dim value_dim"]:
+) -> Float[Array, "batch *states heads key_dim value_dim"]:
     """The state before each row, or before each segment id: a row's single state belongs to its first segment."""
-    state = jnp.zeros(shape, dtype) if initial_state is None else initial_state.astype(dtype)
     if max_num_segments is None or state.ndim == 5:
         return state
     batch, seq = segment_ids.shape

@@ -69,7 +69,7 @@ class Chunk(NamedTuple):
 class Decays(NamedTuple):
     """Decays of every token: to or from the middle of each halving, from the chunk's start, to its end."""
 
-    inside: list[Float[Array, "batch heads blocks block key_dim"]]
+    inside: Float[Array, "batch heads blocks halvings block key_dim"]
     larger: list[Float[Array, "batch heads chunk key_dim"]]
     from_start: Float[Array, "batch heads chunk key_dim"]
     to_end: Float[Array, "batch heads chunk key_dim"]
@@ -90,9 +90,8 @@ def chunk_forward(
     `segment` numbers the chunk's segments; 0 continues from the state. Padding has zeros in all of its inputs.
     """
     size = tiling.chunk
-    # barriers: XLA would otherwise compute these again wherever they are used
-    query, key, value, log_decay = jax.lax.optimization_barrier((query, key, value, log_decay))
-    decays = jax.lax.optimization_barrier(_decays(jnp.maximum(log_decay, _LEAST_LOG_DECAY), tiling))
+    query, key, value, log_decay = _once((query, key, value, log_decay))
+    decays = _decays(jnp.maximum(log_decay, _LEAST_LOG_DECAY), tiling)
     read, overlap = _scores(query, key, decays, tiling)
     if segment is not None:
         segment = segment[:, None, :, None]
@@ -109,7 +108,7 @@ def chunk_forward(
     missing = value - recalled[..., size:, :]
     written = _matmul(inverse, beta[..., None] * missing, tiling)
     output = recalled[..., :size, :] + _matmul(read, written, tiling)
-    state = decays.from_start[..., -1, :, None] * state + _matmul(_transpose(to_end), written, tiling)
+    state = decays.from_start[..., -1, :, None] * state + _transposed_matmul(to_end, written, tiling)
     return state, output, Chunk(decays, read, overlap, inverse, missing, written, from_start, to_end)
 
 
@@ -127,21 +126,20 @@ def chunk_backward(
     """Cotangents of the state before the chunk, and of query, key, value, log-decay and beta."""
     size = tiling.chunk
     decays, read, overlap, inverse, missing, written, from_start, to_end = forward
-    d_written = _matmul(_transpose(read), output_cotangent, tiling) + _matmul(to_end, state_cotangent, tiling)
-    d_scaled = _matmul(_transpose(inverse), d_written, tiling)
+    d_written = _transposed_matmul(read, output_cotangent, tiling) + _matmul(to_end, state_cotangent, tiling)
+    d_scaled = _transposed_matmul(inverse, d_written, tiling)
     d_value = beta[..., None] * d_scaled
-    written_transposed = _transpose(written)
-    d_read = _matmul(output_cotangent, written_transposed, tiling)
-    d_system = -_matmul(d_scaled, written_transposed, tiling)
+    d_read = _matmul_transposed(output_cotangent, written, tiling)
+    d_system = -_matmul_transposed(d_scaled, written, tiling)
     if segment is not None:
         same = segment[:, None, :, None] == segment[:, None, None, :]
         d_read, d_system = jnp.where(same, d_read, 0.0), jnp.where(same, d_system, 0.0)
     d_beta = jnp.sum(d_scaled * missing, axis=-1) + jnp.sum(d_system * overlap, axis=-1)
     both = jnp.concatenate([output_cotangent, -d_value], axis=-2)
-    d_from_start = _matmul(both, _transpose(state), tiling)
-    d_to_end = _matmul(written, _transpose(state_cotangent), tiling)
+    d_from_start = _matmul_transposed(both, state, tiling)
+    d_to_end = _matmul_transposed(written, state_cotangent, tiling)
     whole = decays.from_start[..., -1, :, None]
-    d_state = whole * state_cotangent + _matmul(_transpose(from_start), both, tiling)
+    d_state = whole * state_cotangent + _transposed_matmul(from_start, both, tiling)
 
     d_query, d_key, d_inside, d_larger = _scores_backward(
         query, key, decays, d_read, beta[..., None] * d_system, tiling
@@ -150,8 +148,8 @@ def chunk_backward(
     key_part = decays.from_start * d_from_start[..., size:, :]
     last_part = decays.to_end * d_to_end
     d_start = query * query_part + key * key_part
-    d_start = d_start.at[..., -1, :].add(whole[..., 0] * jnp.sum(state * state_cotangent, axis=-1))
-    d_log_decay = _decays_backward(d_inside, d_larger, d_start, key * last_part, tiling)
+    d_whole = jnp.sum(whole * state * state_cotangent, axis=-1)  # of a sum over all of the chunk's tokens
+    d_log_decay = _decays_backward(d_inside, d_larger, d_start, key * last_part, tiling) + d_whole[..., None, :]
     return d_state, (d_query + query_part, d_key + key_part + last_part, d_value, d_log_decay, d_beta)
 
 
@@ -159,9 +157,25 @@ def _matmul(x: Float[Array, "... i k"], y: Float[Array, "... k j"], tiling: Tili
     return jnp.einsum("...ik,...kj->...ij", x, y, precision=tiling.precision)
 
 
-def _transpose(x: Float[Array, "... i j"]) -> Float[Array, "... j i"]:
-    """The transpose, really made: XLA's CPU backend takes twice as long for a product that has it inside."""
-    return jax.lax.optimization_barrier(jnp.swapaxes(x, -1, -2))
+def _once(x):
+    """Has XLA compute this once, not again wherever it is used."""
+    return jax.lax.optimization_barrier(x)
+
+
+def _matmul_transposed(x: Float[Array, "... i k"], y: Float[Array, "... j k"], tiling: Tiling) -> Array:
+    """`x @ y^T`."""
+    return jnp.einsum("...ik,...jk->...ij", x, y, precision=tiling.precision)
+
+
+def _transposed_matmul(x: Float[Array, "... k i"], y: Float[Array, "... k j"], tiling: Tiling) -> Array:
+    """`x^T @ y`. XLA's CPU backend takes twice as long for it unless the transpose is really made first."""
+    return _matmul(_flip(x, tiling), y, tiling)
+
+
+def _flip(x: Float[Array, "... i j"], tiling: Tiling) -> Float[Array, "... j i"]:
+    """The transpose, where blocks are small (on a CPU) really made."""
+    x = jnp.swapaxes(x, -1, -2)
+    return x if tiling.block == tiling.chunk else _once(x)
 
 
 # -- decays ----------------------------------------------------------------------------------------------------------
@@ -189,25 +203,29 @@ def _outward(half: int, size: int) -> np.ndarray:
     return (i // half == m // half) & np.where(later, m <= i, m > i)
 
 
-def _sums_inside(block: int) -> np.ndarray:
-    """Which tokens of its block each token sums over: to every middle, from the block's start, to its end."""
-    up_to = np.tri(block, dtype=bool)
-    return np.concatenate([*(_outward(half, block) for half in _halvings(block)), up_to, ~up_to])
+def _to_middles(size: int) -> np.ndarray:
+    """Which of `size` tokens each token sums over, for every halving."""
+    return np.concatenate([np.zeros((0, size), bool), *(_outward(half, size) for half in _halvings(size))])
 
 
-def _sums_of_blocks(blocks: int) -> np.ndarray:
-    """Which whole blocks each block's tokens sum over besides: to every larger middle, from the start, to the end."""
-    others = ~np.eye(blocks, dtype=bool)
-    up_to = np.tri(blocks, dtype=bool)
-    outward = [_outward(half, blocks) for half in _halvings(blocks)]
-    return np.concatenate([x & others for x in (*outward, up_to, ~up_to)])
+def _to_ends(size: int) -> np.ndarray:
+    """Which tokens each token sums over from the start (itself too), and to the end (itself not)."""
+    up_to = np.tri(size, dtype=bool)
+    return np.concatenate([up_to, ~up_to])
+
+
+def _of_blocks(blocks: int) -> np.ndarray:
+    """Which other whole blocks a block's tokens sum over: to every larger middle, from the start, to the end."""
+    weights = np.concatenate([_to_middles(blocks), _to_ends(blocks)])
+    return weights & ~np.tile(np.eye(blocks, dtype=bool), (len(weights) // blocks, 1))
 
 
 def _apply(weights: np.ndarray, x: Float[Array, "... mid dim"], tiling: Tiling) -> Float[Array, "... rows dim"]:
     weights = jnp.asarray(weights, x.dtype)
     if tiling.block < tiling.chunk:  # many small products: XLA's CPU backend wants the constant batched as well
-        weights = jnp.broadcast_to(weights, (*x.shape[:-2], *weights.shape))
-    return _matmul(weights, x, tiling)
+        weights = jnp.ones_like(x[..., :1, :1]) * weights
+        return _matmul(weights, x, tiling)
+    return jnp.einsum("ij,...jk->...ik", weights, x, precision=tiling.precision)
 
 
 def _blocks(x: Float[Array, "... chunk dim"], size: int) -> Float[Array, "... blocks size dim"]:
@@ -218,6 +236,10 @@ def _parts(x: Float[Array, "... rows dim"], size: int) -> list[Float[Array, "...
     return [x[..., n : n + size, :] for n in range(0, x.shape[-2], size)]
 
 
+def _levels(x: Float[Array, "... rows dim"], size: int) -> Float[Array, "... levels size dim"]:
+    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+
+
 def _later(half: int, blocks: int) -> np.ndarray:
     return (np.arange(blocks) // half % 2 == 1)[:, None, None]
 
@@ -226,24 +248,25 @@ def _decays(log_decay: Float[Array, "batch heads chunk key_dim"], tiling: Tiling
     """Each is `exp` of a sum of log-decays."""
     size, block = tiling.chunk, tiling.block
     in_blocks = _blocks(log_decay, block)
-    sums = _apply(_sums_inside(block), in_blocks, tiling)
+    to_middles = _apply(_to_middles(block), in_blocks, tiling)
+    to_ends = _apply(_to_ends(block), in_blocks, tiling)
     if block == size:
-        *inside, from_start, to_end = _parts(jnp.exp(sums), block)
-        return Decays(inside, [], from_start[..., 0, :, :], to_end[..., 0, :, :])
-    *inside, from_start, to_end = _parts(sums, block)
+        from_start, to_end = _parts(jnp.exp(to_ends), block)
+        return Decays(_levels(jnp.exp(to_middles), block), [], from_start[..., 0, :, :], to_end[..., 0, :, :])
+    from_start, to_end = _parts(to_ends, block)
     blocks = size // block
-    totals = _apply(_sums_of_blocks(blocks), jnp.sum(in_blocks, axis=-2), tiling)
+    totals = _apply(_of_blocks(blocks), jnp.sum(in_blocks, axis=-2), tiling)
     *outward, before, after = (x[..., None, :] for x in _parts(totals, blocks))
     larger = [
         jnp.where(_later(half, blocks), from_start, to_end) + whole
         for half, whole in zip(_halvings(blocks), outward, strict=True)
     ]
     joined = [jnp.exp(x).reshape(log_decay.shape) for x in (*larger, from_start + before, to_end + after)]
-    return Decays([jnp.exp(x) for x in inside], joined[:-2], joined[-2], joined[-1])
+    return _once(Decays(_levels(jnp.exp(to_middles), block), joined[:-2], joined[-2], joined[-1]))
 
 
 def _decays_backward(
-    inside: list[Array], larger: list[Array], from_start: Array, to_end: Array, tiling: Tiling
+    inside: Array, larger: list[Array], from_start: Array, to_end: Array, tiling: Tiling
 ) -> Float[Array, "batch heads chunk key_dim"]:
     """Cotangent of the log-decays from those of the sums, each of the shape it has in `Decays`."""
     size, block = tiling.chunk, tiling.block
@@ -253,12 +276,13 @@ def _decays_backward(
     if block < size:
         blocks = size // block
         totals = jnp.concatenate([jnp.sum(x, axis=-2) for x in (*larger, from_start, to_end)], axis=-2)
-        of_blocks = _apply(_sums_of_blocks(blocks).T, totals, tiling)[..., None, :]
+        of_blocks = _apply(_of_blocks(blocks).T, totals, tiling)[..., None, :]
         for half, x in zip(_halvings(blocks), larger, strict=True):
             from_start = from_start + jnp.where(_later(half, blocks), x, 0.0)
             to_end = to_end + jnp.where(_later(half, blocks), 0.0, x)
-    sums = jnp.concatenate([*inside, from_start, to_end], axis=-2)
-    result = _apply(_sums_inside(block).T, sums, tiling)
+    inside = inside.reshape(*inside.shape[:-3], -1, inside.shape[-1])
+    result = _apply(_to_ends(block).T, jnp.concatenate([from_start, to_end], axis=-2), tiling)
+    result = result + _apply(_to_middles(block).T, inside, tiling)
     return (result if of_blocks is None else result + of_blocks).reshape(shape)
 
 
@@ -274,20 +298,18 @@ def _scores(
     """`P` and `A`."""
     block = tiling.block
     query_blocks, key_blocks = _blocks(query, block), _blocks(key, block)
-    own = jnp.sum(query * key, axis=-1)
-    read = jnp.where(np.eye(block, dtype=bool), own.reshape(*query_blocks.shape[:-1], 1), 0.0)
+    read = jnp.where(np.eye(block, dtype=bool), _matmul_transposed(query_blocks, key_blocks, tiling), 0.0)
     overlap = jnp.zeros_like(read)
-    for half, decay in zip(_halvings(block), decays.inside, strict=True):
+    for level, half in enumerate(_halvings(block)):
+        decay = decays.inside[..., level, :, :]
         either_key = key_blocks * decay
-        early = jnp.swapaxes(either_key, -1, -2)
         across = _across(half, block)
-        read = jnp.where(across, _matmul(query_blocks * decay, early, tiling), read)
-        overlap = jnp.where(across, _matmul(either_key, early, tiling), overlap)
-    for half, decay in zip(_halvings(tiling.chunk)[len(decays.inside) :], decays.larger, strict=True):
+        read = jnp.where(across, _matmul_transposed(query_blocks * decay, either_key, tiling), read)
+        overlap = jnp.where(across, _matmul_transposed(either_key, either_key, tiling), overlap)
+    for half, decay in zip(_halvings(tiling.chunk)[decays.inside.shape[-3] :], decays.larger, strict=True):
         late_query, late_key, early_key = _halves(query, key, decay, half)
-        early = jnp.swapaxes(early_key, -1, -2)
-        read = _join(read, _matmul(late_query, early, tiling))
-        overlap = _join(overlap, _matmul(late_key, early, tiling))
+        read = _join(read, _matmul_transposed(late_query, early_key, tiling))
+        overlap = _join(overlap, _matmul_transposed(late_key, early_key, tiling))
     return read[..., 0, :, :], overlap[..., 0, :, :]
 
 
@@ -322,37 +344,31 @@ def _scores_backward(
     d_read: Float[Array, "batch heads chunk chunk"],
     d_overlap: Float[Array, "batch heads chunk chunk"],
     tiling: Tiling,
-) -> tuple[Array, Array, list[Array], list[Array]]:
+) -> tuple[Array, Array, Array, list[Array]]:
     """Cotangents of query and key through `P` and `A`, and of the logs of the halvings' decays."""
     block, shape = tiling.block, query.shape
     own = jnp.sum(jnp.where(np.eye(tiling.chunk, dtype=bool), d_read, 0.0), axis=-1, keepdims=True)
     d_query, d_key = own * key, own * query
 
     query_blocks, key_blocks = _blocks(query, block), _blocks(key, block)
-    both = jnp.concatenate([_diagonal(d_read, block), _diagonal(d_overlap, block)], axis=-2)
-    both_transposed = _transpose(both)
-    of_query, of_key, inside, larger = 0.0, 0.0, [], []
-    for half, decay in zip(_halvings(block), decays.inside, strict=True):
-        across = np.concatenate([_across(half, block)] * 2)
-        late_query, either_key = query_blocks * decay, key_blocks * decay
-        late = _matmul(jnp.where(across, both, 0.0), either_key, tiling)
-        late_pair = jnp.concatenate([late_query, either_key], axis=-2)
-        early = _matmul(jnp.where(across.T, both_transposed, 0.0), late_pair, tiling)
-        query_part = decay * late[..., :block, :]
-        key_part = decay * (late[..., block:, :] + early)
-        of_query, of_key = of_query + query_part, of_key + key_part
-        inside.append(query_blocks * query_part + key_blocks * key_part)
-    if inside:
-        d_query, d_key = d_query + of_query.reshape(shape), d_key + of_key.reshape(shape)
+    blocks = [_diagonal(x, block) for x in (d_read, d_overlap)]
+    larger = []
+    across = np.stack([_across(half, block) for half in _halvings(block)] or [np.zeros((0, block, block), bool)])
+    of_read, of_overlap = (jnp.where(across, x[..., None, :, :], 0.0) for x in blocks)
+    late_query, either_key = (x[..., None, :, :] * decays.inside for x in (query_blocks, key_blocks))
+    query_part = decays.inside * _matmul(of_read, either_key, tiling)
+    early = _transposed_matmul(of_read, late_query, tiling) + _transposed_matmul(of_overlap, either_key, tiling)
+    key_part = decays.inside * (_matmul(of_overlap, either_key, tiling) + early)
+    d_query, d_key = (x + jnp.sum(y, axis=-3).reshape(shape) for x, y in ((d_query, query_part), (d_key, key_part)))
+    inside = query_blocks[..., None, :, :] * query_part + key_blocks[..., None, :, :] * key_part
 
-    for half, decay in zip(_halvings(tiling.chunk)[len(inside) :], decays.larger, strict=True):
+    for half, decay in zip(_halvings(tiling.chunk)[decays.inside.shape[-3] :], decays.larger, strict=True):
         late_query, late_key, early_key = _halves(query, key, decay, half)
         of_read, of_overlap = _corners(d_read, half), _corners(d_overlap, half)
-        both = jnp.concatenate([of_read, of_overlap], axis=-2)
-        late = _matmul(both, early_key, tiling)
-        early = _matmul(_transpose(both), jnp.concatenate([late_query, late_key], axis=-2), tiling)
-        query_part = jnp.stack([jnp.zeros_like(early), late[..., :half, :]], axis=-3).reshape(shape) * decay
-        key_part = jnp.stack([early, late[..., half:, :]], axis=-3).reshape(shape) * decay
+        early = _transposed_matmul(of_read, late_query, tiling) + _transposed_matmul(of_overlap, late_key, tiling)
+        late_query, late_key = (_matmul(x, early_key, tiling) for x in (of_read, of_overlap))
+        query_part = jnp.stack([jnp.zeros_like(early), late_query], axis=-3).reshape(shape) * decay
+        key_part = jnp.stack([early, late_key], axis=-3).reshape(shape) * decay
         d_query, d_key = d_query + query_part, d_key + key_part
         larger.append(query * query_part + key * key_part)
     return d_query, d_key, inside, larger

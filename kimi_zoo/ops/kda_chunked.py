@@ -1,8 +1,8 @@
 """Kimi Delta Attention in chunks, in plain JAX: one scan over chunks, with a derivative of its own.
 
 The formulas of a chunk, forward and backward, stand in `kda_chunk.py`. The forward scan turns raw inputs into
-normalised queries and keys and log-decays chunk by chunk. When a derivative is taken it also keeps the state before each
-chunk; the backward scan computes everything else again, from the last chunk to the first.
+normalised queries and keys and log-decays chunk by chunk. When a derivative is taken it also keeps the state before
+each chunk; the backward scan computes everything else again, from the last chunk to the first.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from kimi_zoo.ops.kda_chunk import Tiling, chunk_backward, chunk_forward
 from kimi_zoo.ops.kda_gates import Activation, activate_tokens
 from kimi_zoo.ops.kda_recurrent import read_slot, write_slot
 from kimi_zoo.ops.packing import align_segments, segment_starts
+from kimi_zoo.ops.varying import zeros_like
 
 DEFAULT_CHUNK_SIZE = 64
 _CPU_BLOCK_SIZE = 8  # fewest operations per token; elsewhere the fewest operations count: one block
@@ -119,7 +120,11 @@ def _by_platform(function: Callable, static: _Static, *operands):
 
 
 def _take(x: Array | None, index: Int[Array, ""], chunk: int) -> Array | None:
-    return None if x is None else jax.lax.dynamic_slice_in_dim(x, index * chunk, chunk, axis=1)
+    """The tokens of one chunk. Chunks have an axis of their own, or a TPU would lay the whole array out anew."""
+    if x is None:
+        return None
+    chunks = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+    return jax.lax.dynamic_index_in_dim(chunks, index, axis=1, keepdims=False)
 
 
 def _put(x: Array, piece: Array, index: Int[Array, ""]) -> Array:
@@ -141,18 +146,19 @@ def _forward(static: _Static, tiling: Tiling, operands: Operands, keep: bool = F
     tokens, initial_state, a_log, dt_bias, real, starts, slots = operands
     chunks = tokens[0].shape[1] // tiling.chunk
 
-    def step(carry, index):
-        states, output = carry
+    def step(carry, _):
+        index, states, output = carry
         raw, real_here, starts_here = jax.tree.map(lambda x: _take(x, index, tiling.chunk), (tokens, real, starts))
         activated = activate_tokens(*raw, real_here, a_log, dt_bias, static.activation)
         segment = None if starts_here is None else _number_segments(starts_here)
         slot = None if slots is None else slots[:, index]
         before = read_slot(states, slot)
         state, out, _ = chunk_forward(before, *map(_heads_first, activated), segment, tiling)
-        return (write_slot(states, slot, state), _put(output, _heads_first(out), index)), before if keep else None
+        carry = (index + 1, write_slot(states, slot, state), _put(output, _heads_first(out), index))
+        return carry, before if keep else None
 
-    carry = (initial_state, jnp.zeros_like(tokens[2]))
-    (states, output), kept = jax.lax.scan(step, carry, jnp.arange(chunks))
+    carry = (jnp.int32(0), initial_state, zeros_like(tokens[2]))
+    (_, states, output), kept = jax.lax.scan(step, carry, length=chunks)
     return (output, states, kept) if keep else (output, states)
 
 
@@ -162,8 +168,8 @@ def _backward(
     """Cotangents of the operands."""
     tokens, _, a_log, dt_bias, real, starts, slots = operands
 
-    def step(carry, index):
-        d_states, d_tokens, d_parameters = carry
+    def step(carry, before):
+        index, d_states, d_tokens, d_parameters = carry
         raw, real_here, starts_here = jax.tree.map(lambda x: _take(x, index, tiling.chunk), (tokens, real, starts))
 
         def activate(raw, parameters):
@@ -173,7 +179,6 @@ def _backward(
         query, key, value, log_decay, beta = map(_heads_first, activated)
         segment = None if starts_here is None else _number_segments(starts_here)
         slot = None if slots is None else slots[:, index]
-        before = kept[index]
         _, _, forward = chunk_forward(before, query, key, value, log_decay, beta, segment, tiling)
         d_out = _heads_first(_take(d_output, index, tiling.chunk)).astype(before.dtype)
         d_state, d_activated = chunk_backward(
@@ -181,8 +186,10 @@ def _backward(
         )
         d_raw, d_here = activate_backward(tuple(map(_heads_first, d_activated)))
         d_tokens = jax.tree.map(lambda x, piece: _put(x, piece, index), d_tokens, d_raw)
-        return (write_slot(d_states, slot, d_state), d_tokens, jax.tree.map(jnp.add, d_parameters, d_here)), None
+        d_states = write_slot(d_states, slot, d_state)
+        return (index - 1, d_states, d_tokens, jax.tree.map(jnp.add, d_parameters, d_here)), None
 
-    carry = (d_states, *jax.tree.map(jnp.zeros_like, (tokens, (a_log, dt_bias))))
-    (d_states, d_tokens, (d_a_log, d_dt_bias)), _ = jax.lax.scan(step, carry, jnp.arange(kept.shape[0]), reverse=True)
+    last = jnp.int32(kept.shape[0] - 1)
+    carry = (last, d_states, *jax.tree.map(zeros_like, (tokens, (a_log, dt_bias))))
+    (_, d_states, d_tokens, (d_a_log, d_dt_bias)), _ = jax.lax.scan(step, carry, kept, reverse=True)
     return Operands(d_tokens, d_states, d_a_log, d_dt_bias, None, None, None)

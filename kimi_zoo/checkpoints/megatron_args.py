@@ -282,10 +282,11 @@ def settle(where: str, sources: Mapping[str, Mapping[str, Any]]) -> KimiLinearCo
     if problems:
         raise CheckpointError(f"{where}: the configuration is contradictory:\n" + "\n".join(problems))
     sparse = values.get("num_experts") != 0
+    nothing = set(sources) == {"its tensors"}  # then the list is that of all that is to be given
     missing = [
         text
         for name, text in NEEDED.items()
-        if name not in values and (sparse or not name.startswith(("num_experts", "routed")))
+        if nothing or (name not in values and (sparse or not name.startswith(("num_experts", "routed"))))
     ]
     if missing:
         raise CheckpointError(

@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 from helpers import DATA
 
-from kimi_zoo.checkpoints.safetensors import open_checkpoint
+from kimi_zoo.checkpoints.configs import write_config
+from kimi_zoo.checkpoints.files import write_json
+from kimi_zoo.checkpoints.megatron_output import published_shapes
+from kimi_zoo.checkpoints.safetensors import open_checkpoint, save_tensors
 
 ARCHIVE = DATA / "megatron" / "cases.tar.xz"
 
@@ -53,3 +56,15 @@ def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
             name: (str(info.dtype), info.shape, np.asarray(stored.read(name)).tobytes())
             for name, info in stored.tensors.items()
         }
+
+
+def random_model(folder, config, dtype, seed=0):
+    """A random checkpoint in published layout."""
+    draw = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in published_shapes(config).items():
+        wide = name.endswith(("A_log", "dt_bias", "e_score_correction_bias"))
+        tensors[name] = draw.standard_normal(shape).astype(np.float32 if wide else dtype)
+    save_tensors(tensors, folder)
+    write_json(folder / "config.json", write_config(config, None, np.dtype(dtype).name))
+    return folder

@@ -14,30 +14,15 @@ import pytest
 from helpers import tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from megatron_cases import case_names, copy_of, tensors_of, unpacked
+from megatron_cases import case_names, copy_of, random_model, tensors_of, unpacked
 
 import kimi_zoo as kz
-from kimi_zoo.checkpoints.configs import write_config
-from kimi_zoo.checkpoints.files import CheckpointError, write_json
+from kimi_zoo.checkpoints.files import CheckpointError
 from kimi_zoo.checkpoints.megatron import open_megatron
 from kimi_zoo.checkpoints.megatron_legacy import Legacy
-from kimi_zoo.checkpoints.megatron_output import published_shapes
 from kimi_zoo.checkpoints.safetensors import save_tensors
 from kimi_zoo.checkpoints.staging import partial_folder
 from kimi_zoo.checkpoints.watch import finite_check
-
-
-def random_model(folder, config, dtype, seed=0):
-    """A random checkpoint in published layout."""
-    draw = np.random.default_rng(seed)
-    tensors = {}
-    for name, shape in published_shapes(config).items():
-        wide = name.endswith(("A_log", "dt_bias", "e_score_correction_bias"))
-        tensors[name] = draw.standard_normal(shape).astype(np.float32 if wide else dtype)
-    save_tensors(tensors, folder)
-    write_json(folder / "config.json", write_config(config, None, np.dtype(dtype).name))
-    return folder
-
 
 LAYOUTS = st.builds(
     dict,

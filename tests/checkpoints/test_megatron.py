@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 import pytest
-from helpers import tiny
+from helpers import DATA, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_cases import case_names, copy_of, facts, malformed_names, tensors_of, unpacked
+from megatron_cases import case_names, copy_of, facts, malformed_names, random_model, tensors_of, unpacked
 
 import kimi_zoo as kz
 from kimi_zoo.checkpoints.blocks import Computed, join, whole
@@ -24,6 +24,7 @@ from kimi_zoo.checkpoints.megatron_run import unstacked
 from kimi_zoo.checkpoints.megatron_sections import Misfit, cut_rank, join_ranks
 from kimi_zoo.checkpoints.tables import kimi_linear
 from kimi_zoo.checkpoints.tables import megatron as table
+from kimi_zoo.checkpoints.torch_dist import open_dist_checkpoint
 from kimi_zoo.checkpoints.torch_files import open_torch_file
 from kimi_zoo.checkpoints.torch_saving import write_archive
 
@@ -587,3 +588,34 @@ def test_both_tables_know_the_same_tensors(gate, rank, mla, shared, tied, first)
     assert set(shapes) == set(wanted)
     for name, usual in wanted.items():
         assert not usual or usual[0] == shapes[name], name
+
+
+SHARDED = json.loads((DATA / "kda_module" / "sharded.json").read_text())
+
+
+@pytest.mark.parametrize("gate", ["direct", "two"])
+def test_split_as_megatrons_own_module_splits(tmp_path, gate):
+    """Local shapes, keys, global shapes and offsets at TP 2, against those that the module's `sharded_state_dict` and
+    `state_dict` give on each rank."""
+    rank = "direct" if gate == "direct" else "low_rank"
+    config = tiny(
+        hidden_size=64, linear_num_heads=4, linear_head_dim=16, num_attention_heads=4, intermediate_size=16,
+        moe_intermediate_size=8, num_experts=4, kda_decay_gate=rank, kda_output_gate=rank,
+    )  # fmt: skip
+    source = random_model(tmp_path / "hf", config, np.float32)
+    kz.convert(source, tmp_path / "dist", layout=kz.MegatronLayout(tp=2))
+    kz.convert(source, tmp_path / "legacy", layout=kz.MegatronLayout(format="legacy", tp=2))
+    prefix = "decoder.layers.0.self_attention."
+    found = {0: {}, 1: {}}
+    for name, tensor in open_dist_checkpoint(tmp_path / "dist" / "release").tensors.items():
+        for block in tensor.blocks if name.startswith(prefix) else ():
+            owner = int(re.search(r"__(\d)_0\.distcp", block.source.where)[1])
+            found[owner][name] = [list(block.shape), list(tensor.shape), list(block.offset)]
+    for number in (0, 1):
+        wanted = SHARDED[f"{gate}_{number}"]
+        replicated = {name for name, (local, whole_shape, _) in wanted["sharded"].items() if local == whole_shape}
+        expected = {k: v for k, v in wanted["sharded"].items() if number == 0 or k not in replicated}
+        assert found[number] == expected
+        file = open_torch_file(tmp_path / "legacy" / "release" / f"mp_rank_0{number}" / "model_optim_rng.pt")
+        local = {k.removeprefix(prefix): list(v.shape) for k, v in file.value["model"].items() if k.startswith(prefix)}
+        assert local == wanted["local"]

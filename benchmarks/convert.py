@@ -159,11 +159,15 @@ def main() -> None:
                 f" cp {copied:6.2f} s: {plain['seconds'] / copied:.2f} and {checked['seconds'] / copied:.2f} times cp;"
                 f" peak {checked['peak'] / 1e6:.0f} MB"
             )
+            if target.startswith("published"):
+                subprocess.run(["rm", "-rf", str(root / target)], check=True)
             if source == "torch_dist" and args.torch:
                 (iteration,) = (root / source).glob("[ir]*e*/")
                 found = child(TORCH, str(iteration), str(root / "torch.safetensors"), python=args.torch)
                 print(f"{'':>10}    torch      {found['seconds']:6.2f} s; peak {found['peak'] / 1e6:.0f} MB")
                 (root / "torch.safetensors").unlink()
+            if target.startswith("published"):
+                subprocess.run(["rm", "-rf", str(root / source)], check=True)
 
 
 if __name__ == "__main__":

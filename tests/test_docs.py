@@ -48,3 +48,12 @@ def plain_environment():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         assert "://" in target or (page.parent / target).exists(), target
+
+
+def test_table_of_megatron_names():
+    """The page shows the table that conversion reads."""
+    from kimi_zoo.checkpoints.tables.megatron import as_markdown
+
+    page = (ROOT / "docs" / "megatron.md").read_text()
+    shown = page.split("<!-- table -->\n")[1].split("\n<!-- end of table -->")[0]
+    assert shown == as_markdown()

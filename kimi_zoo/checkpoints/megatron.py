@@ -218,7 +218,7 @@ class _Pool:
 
         **Raises:** `CheckpointError` that lists everything.
         """
-        left = sorted(self.run.keys - self.used)
+        left = sorted(self.run.keys - self.used, key=str)
         if config.tie_word_embeddings:
             left = [key for key in left if key.name != table.HEAD.name]
         unknown = [f"{key} is not a parameter that is known" for key in left]

@@ -282,10 +282,11 @@ def settle(where: str, sources: Mapping[str, Mapping[str, Any]]) -> KimiLinearCo
     if problems:
         raise CheckpointError(f"{where}: the configuration is contradictory:\n" + "\n".join(problems))
     sparse = values.get("num_experts") != 0
+    nothing = set(sources) == {"its tensors"}  # then the list is that of all that is to be given
     missing = [
         text
         for name, text in NEEDED.items()
-        if name not in values and (sparse or not name.startswith(("num_experts", "routed")))
+        if nothing or (name not in values and (sparse or not name.startswith(("num_experts", "routed"))))
     ]
     if missing:
         raise CheckpointError(
@@ -304,12 +305,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def args_of_config(config: KimiLinearConfig, *, hybrid: bool) -> dict[str, Any]:
-    """The arguments with which Megatron builds this model."""
+def args_of_config(config: KimiLinearConfig, *, hybrid: bool, stages: int = 1) -> dict[str, Any]:
+    """The arguments with which Megatron builds this model; `stages`: of the pipeline, virtual ones included."""
     c = config
     args: dict[str, Any] = {name: getattr(c, field) for name, field in SAME.items()}
     letters = {kind: letter for letter, kind in (KINDS_ATTENTION | KINDS_MLP).items()}
-    pattern = "".join(letters[a] + letters[b] for a, b in zip(c.layer_kinds, c.mlp_kinds, strict=True))
+    pairs = [letters[a] + letters[b] for a, b in zip(c.layer_kinds, c.mlp_kinds, strict=True)]
+    each = len(pairs) // stages
+    pattern = "|".join("".join(pairs[at : at + each]) for at in range(0, len(pairs), each))
     args |= {
         "num_layers": c.num_hidden_layers * (2 if hybrid else 1),
         "num_experts": c.num_experts or None,

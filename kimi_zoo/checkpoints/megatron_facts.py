@@ -124,9 +124,8 @@ def _certain(run: Run, stack: Stack) -> dict[str, Any]:
 def _from_shapes(run: Run, stack: Stack) -> dict[str, Any]:
     """Sizes that can be read off the parameters, for what nothing else states."""
 
-    def find(name: str) -> tuple[int, ...] | None:
-        return next((shape for key, shape in sorted(run.shapes.items()) if key.name == name), None)
-
+    shapes = {key.name: shape for key, shape in sorted(run.shapes.items(), key=lambda item: str(item[0]))}
+    find = shapes.get
     facts: dict[str, Any] = {}
 
     def read(field: str, axis: int, *names: str) -> int | None:

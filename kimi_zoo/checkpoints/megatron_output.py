@@ -97,7 +97,7 @@ def _args(
     sizes = {short: getattr(settled, short.lower(), 1) for short in PARALLEL.values()}
     sizes["VPP"] = settled.vpp if settled.vpp > 1 else None
     dtype = dtype_of(tensors)
-    return plain | args_of_config(config, hybrid=settled.hybrid) | {
+    return plain | args_of_config(config, hybrid=settled.hybrid, stages=settled.pp * settled.vpp) | {
         **{name: sizes[short] for name, short in PARALLEL.items()},
         "padded_vocab_size": settled.padded_vocab,
         "make_vocab_size_divisible_by": settled.padded_vocab // settled.tp

@@ -53,9 +53,11 @@ def cut_rank(tensor: Blocks, row: Row, sizes: Mapping[str, int], ranks: int) -> 
 
     **Raises:** `Misfit` if its shape is not what the configuration demands.
     """
+    if row.replicable and ranks > 1:
+        lengths, everything = rank_shape(row, sizes, 1)
+        if tensor.shape == everything:
+            return tensor.cut(0, lengths), True
     lengths, expected = rank_shape(row, sizes, ranks)
-    if row.replicable and ranks > 1 and tensor.shape == rank_shape(row, sizes, 1)[1]:
-        return tensor.cut(0, rank_shape(row, sizes, 1)[0]), True
     if tensor.shape != expected and len(tensor.shape) == len(expected):
         tensor = _without_padding(tensor, row, expected)
     if tensor.shape != expected:

@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, no_type_check  # of checks at run time: these are called very often
 
 from kimi_zoo.checkpoints.pickles import Name
 
@@ -50,6 +50,7 @@ def write_pickle(value: Any, replace: Callable[[Any], Any] = lambda value: value
     return b"".join(out)
 
 
+@no_type_check
 def _write(value: Any, put: Callable[[bytes], None], replace: Callable[[Any], Any]) -> None:
     value = replace(value)
     write = lambda item: _write(item, put, replace)
@@ -94,6 +95,7 @@ def _write(value: Any, put: Callable[[bytes], None], replace: Callable[[Any], An
         raise TypeError(f"{type(value).__name__} cannot be written")
 
 
+@no_type_check
 def _integer(value: int) -> bytes:
     if 0 <= value < 256:
         return b"K" + bytes([value])

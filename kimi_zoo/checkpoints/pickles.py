@@ -9,7 +9,7 @@ import codecs
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, no_type_check
+from typing import Any, no_type_check  # of checks at run time, as the tests make them: all this is called very often
 
 from kimi_zoo.checkpoints.files import CheckpointError
 
@@ -20,6 +20,7 @@ class UnsafePickle(CheckpointError):
     """A pickle that names something which is not known to be harmless."""
 
 
+@no_type_check
 @dataclass(frozen=True)
 class Name:
     """A class, function or constant that a pickle names: never imported."""
@@ -58,6 +59,7 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
     return text.encode(encoding)
 
 
+@no_type_check
 def check_key(value: Any, depth: int = 8) -> Any:
     """The value, if hashing it is safe: Python follows tuples within tuples until its own stack overflows.
 
@@ -134,6 +136,7 @@ HARMLESS = frozenset(
 ) | {f"torch.{name}" for name in TORCH_DTYPES}
 
 
+@no_type_check
 def check_name(module: str, name: str, where: str) -> Name:
     """A `Name` if it is harmless to stand in for it.
 
@@ -190,7 +193,7 @@ def read_pickle(
 _MARK = object()
 
 
-@no_type_check  # the tests' run-time checks would make it thirty times slower
+@no_type_check
 class _Machine:
     """One run over one pickle."""
 
@@ -319,11 +322,13 @@ def _long(size: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
     return _push(lambda m: int.from_bytes(m.take(size(m)), "little", signed=True))
 
 
+@no_type_check
 def _integer(m: _Machine) -> None:
     text = m.text()
     m.stack.append({"00": False, "01": True}.get(text) if text in ("00", "01") else int(text))
 
 
+@no_type_check
 def _string(m: _Machine) -> None:
     text = m.line()
     if len(text) < 2 or text[:1] != text[-1:] or text[:1] not in (b"'", b'"'):
@@ -331,12 +336,14 @@ def _string(m: _Machine) -> None:
     m.stack.append(codecs.escape_decode(text[1:-1])[0].decode("latin1"))
 
 
+@no_type_check
 def _call(m: _Machine) -> None:
     args = m.pop()
     kind = m.pop()
     m.stack.append(m.make(kind, args))
 
 
+@no_type_check
 def _call_with_keywords(m: _Machine) -> None:
     keywords, args = m.pop(), m.pop()
     kind = m.pop()
@@ -346,21 +353,25 @@ def _call_with_keywords(m: _Machine) -> None:
     m.stack.append(made)
 
 
+@no_type_check
 def _object(m: _Machine) -> None:
     kind, *args = m.pop_mark()
     m.stack.append(m.make(kind, tuple(args)))
 
 
+@no_type_check
 def _instance(m: _Machine) -> None:
     module, name, args = m.text(), m.text(), m.pop_mark()
     m.stack.append(m.make(check_name(module, name, m.where), tuple(args)))
 
 
+@no_type_check
 def _global_from_stack(m: _Machine) -> None:
     name, module = m.pop(), m.pop()
     m.name(module, name)
 
 
+@no_type_check
 def _dict(m: _Machine) -> None:
     items = m.pop_mark()
     m.stack.append({})
@@ -375,11 +386,13 @@ def _top(count: int) -> Callable[[_Machine], None]:
     return make
 
 
+@no_type_check
 def _pair(m: _Machine) -> None:
     value, key = m.pop(), m.pop()
     m.set_items([key, value])
 
 
+@no_type_check
 def _protocol(m: _Machine) -> None:
     if m.take(1)[0] > 5:
         raise ValueError("a protocol above 5")

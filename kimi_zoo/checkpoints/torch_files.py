@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, no_type_check
 
 import ml_dtypes
 import numpy as np
@@ -261,6 +261,7 @@ def _storage_dtype(kind: Any, where: str) -> np.dtype:
 # zip format
 
 
+@no_type_check
 class _Window(io.RawIOBase):
     """A part of a mapped file as a file of its own."""
 

@@ -3,7 +3,7 @@
 import math
 import zipfile
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast, no_type_check
 
 import numpy as np
 
@@ -43,6 +43,7 @@ def write_archive(
     """
     tensors: list[Blocks] = []
 
+    @no_type_check
     def replace(item: Any) -> Any:
         if not isinstance(item, Blocks):
             return item
@@ -85,6 +86,7 @@ def _record(archive: zipfile.ZipFile, window: "_Window", name: str, nbytes: int,
             record.write(part)
 
 
+@no_type_check
 class _Window:
     """The end of a file as a file of its own."""
 

@@ -12,12 +12,16 @@ from helpers import DATA, assert_close
 from safetensors.numpy import load_file
 
 import kimi_zoo as kz
+from kimi_zoo.checkpoints.blocks import Computed, whole
+from kimi_zoo.checkpoints.megatron_sections import cut_rank
+from kimi_zoo.checkpoints.rows import get_leaf
+from kimi_zoo.checkpoints.tables import kimi_linear, megatron
 
 CASES = json.loads((DATA / "kda_module" / "cases.json").read_text())
 
 
 def from_megatron(case, state):
-    """A layer with the weights of Megatron's module: fused projections taken apart by rows."""
+    """A layer with the weights of Megatron's module, as a conversion takes them: by the rows of both tables."""
     rank = "low_rank" if case["two_stage_gates"] else "direct"
     layer = kz.KimiDeltaAttention(
         case["hidden"],
@@ -31,31 +35,26 @@ def from_megatron(case, state):
         norm_eps=case["eps"],
         key=jr.key(0),
     )
-    names = {
-        "beta_proj.weight": lambda m: m.beta_proj.weight,
-        "A_log": lambda m: m.a_log,
-        "dt_bias": lambda m: m.dt_bias,
-        "out_norm.weight": lambda m: m.output_norm.weight,
-        "out_proj.weight": lambda m: m.output_proj.weight,
-    }
-    if case["two_stage_gates"]:
-        names |= {
-            "f_a_proj.weight": lambda m: m.decay_proj.down.weight,
-            "f_b_proj.weight": lambda m: m.decay_proj.up.weight,
-            "g_a_proj.weight": lambda m: m.gate_proj.down.weight,
-            "g_b_proj.weight": lambda m: m.gate_proj.up.weight,
-        }
-    sections = [lambda m: m.query_proj, lambda m: m.key_proj, lambda m: m.value_proj]
-    sections += [] if case["two_stage_gates"] else [lambda m: m.decay_proj, lambda m: m.gate_proj]
-    convolutions = [lambda m: m.query_conv, lambda m: m.key_conv, lambda m: m.value_conv]
+    config = kz.KimiLinearConfig(
+        hidden_size=case["hidden"],
+        linear_num_heads=case["heads"],
+        linear_head_dim=case["head_dim"],
+        linear_conv_kernel_dim=case["conv"],
+        kda_decay_gate=rank,
+        kda_output_gate=rank,
+    )
+    leaves = {row.names[0]: row.leaf.removeprefix("mixer.") for row in kimi_linear.kda_rows(config)}
 
     def spread(layer, tensors):
-        for name, where in names.items():
-            layer = eqx.tree_at(where, layer, jnp.asarray(tensors[name]).reshape(where(layer).shape))
-        for name, parts in (("in_proj.weight", sections), ("conv1d.weight", convolutions)):
-            for where, rows in zip(parts, np.split(tensors[name], len(parts)), strict=True):
-                rows = jnp.asarray(rows)
-                layer = eqx.tree_at(lambda m: where(m).weight, layer, rows.reshape(where(layer).weight.shape))
+        left = dict(tensors)
+        for row in megatron.attention_rows(config, "kda")[1:]:  # the first is the norm before the layer
+            array = left.pop(row.name.removeprefix("self_attention."))
+            source = whole(Computed(array.shape, array.dtype, lambda array=array: array))
+            sections, _ = cut_rank(source, row, megatron.dimensions(config), 1)
+            for section, part in zip(row.sections, sections, strict=True):
+                where = lambda m, path=leaves[section.published]: get_leaf(m, path)
+                layer = eqx.tree_at(where, layer, jnp.asarray(part.read()).reshape(where(layer).shape))
+        assert set(left) <= {"x"}  # gradients have that of the input too
         return layer
 
     return spread(layer, state), spread

@@ -179,6 +179,11 @@ def parse_config(data: Mapping[str, Any], *, complete: bool = False) -> KimiLine
     return config
 
 
+def prediction_layers(data: Mapping[str, Any]) -> int:
+    """How many layers behind the last a checkpoint may hold that predict one more token."""
+    return data.get("num_nextn_predict_layers") or 0
+
+
 def write_config(config: KimiLinearConfig, source: Mapping[str, Any] | None, dtype: str) -> dict:
     """The fields of `config.json` for a configuration, which `parse_config` reads back to an equal one.
 
@@ -246,6 +251,9 @@ def _unknown(data: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} {value!r} is not a field of this family that is known: it may change the computation"
         elif isinstance(value, float) and not math.isfinite(value):
             yield f"{name} must be finite; got {value}"
+    predicted = data.get("num_nextn_predict_layers")
+    if predicted is not None and not _is_count(predicted):
+        yield f"num_nextn_predict_layers must be a whole number of at least 0; got {predicted!r}"
     gate = data.get("gated_attention_proj_granularity_type")
     if gate not in OUTPUT_GATES:
         yield f"gated_attention_proj_granularity_type {gate!r} is not implemented, only 'head_wise' and 'element_wise'"
@@ -255,6 +263,11 @@ def _unknown(data: Mapping[str, Any]) -> Iterator[str]:
             yield f"linear_attn_config.{name} {inner[name]!r} is not known: it may change the computation"
     else:
         yield f"linear_attn_config must be an object; got {inner!r}"
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    """Whether a value is a whole number, which neither `true` nor `2.0` is, of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _spelled(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -141,6 +141,10 @@ def summarize(path: str | Path) -> Summary:
         notes = [*_family_notes(config, model_type), *([problem] if problem else []), *found.notes]
         if count is not None and len(layers) != count:
             notes.append(f"config.json says {count} layers; tensors of {len(layers)} of them are here.")
+        predicted = _count(text, "num_nextn_predict_layers") or 0
+        if count is not None and len(every) > count + predicted:
+            beyond = f" and {predicted} for next-token prediction" if predicted else ""
+            notes.append(f"Tensors of {len(every)} layers are here; config.json says {count}{beyond}.")
         if routing is None and any(layer.mlp == "moe" for layer in layers.values()):
             notes.append("How many experts a token uses is not known, so neither is the number of active parameters.")
         total = None if plain is None else sum(math.prod(info.shape) for info in plain.values())

@@ -89,10 +89,11 @@ def from_pretrained(
         )
     with _open(folder, config) as (settled, raw, checkpoint):
         root = _find_root(checkpoint, folder)
+        _check_depth(checkpoint, settled.num_hidden_layers, prediction_layers(raw), root)
         settled = table.adapt_config(settled, checkpoint)
         skeleton = model_skeleton(settled)
         sources, problems = _match(checkpoint, skeleton, settled, root)
-        tied_head, more = _leftovers(checkpoint, sources, settled, prediction_layers(raw), root)
+        tied_head, more = _leftovers(checkpoint, sources, settled, root)
         problems += more
         if problems:
             raise CheckpointError(
@@ -172,9 +173,9 @@ def save_pretrained(
     A model built with tied embeddings is written with its output head all the same, since not every reader ties it; a
     loaded one as it came.
 
-    **Raises:** `CheckpointError` for an existing folder, a model that is no longer the one its `config` describes (another
-    structure, setting or shape, LoRA deltas), another `dtype` than float32, bfloat16 or float16, or `keep_left_out`
-    without that folder.
+    **Raises:** `CheckpointError` for an existing folder, a model that is no longer the one its `config` describes
+    (another structure, setting or shape, LoRA deltas), another `dtype` than float32, bfloat16 or float16, or
+    `keep_left_out` without that folder.
     """
     target = weight_dtype(dtype)
     if found := list(differences(model)):
@@ -238,6 +239,22 @@ def _find_root(checkpoint: AbstractCheckpoint, folder: Path) -> str:
     return roots[0]
 
 
+def _layer_number(name: str, root: str) -> int | None:
+    match = re.match(rf"{re.escape(root)}model\.layers\.(\d+)\.", name)
+    return None if match is None else int(match[1])
+
+
+def _check_depth(checkpoint: AbstractCheckpoint, layers: int, prediction: int, root: str) -> None:
+    """Checks the number of layers before any is built; `prediction` more may be there, which are left out."""
+    numbers = [number for name in checkpoint if (number := _layer_number(name, root)) is not None]
+    stored = 1 + max(numbers, default=-1)
+    if not layers <= stored <= layers + prediction:
+        beyond = f" and num_nextn_predict_layers {prediction}" if prediction else ""
+        raise CheckpointError(
+            f"tensors of {stored} layers are here, but in config.json num_hidden_layers is {layers}{beyond}."
+        )
+
+
 def _match(
     checkpoint: AbstractCheckpoint, skeleton: KimiLinear, config: KimiLinearConfig, root: str
 ) -> tuple[list[Source], list[str]]:
@@ -268,12 +285,9 @@ def _floating(dtype: np.dtype) -> bool:
 
 
 def _leftovers(
-    checkpoint: AbstractCheckpoint, sources: list[Source], config: KimiLinearConfig, prediction: int, root: str
+    checkpoint: AbstractCheckpoint, sources: list[Source], config: KimiLinearConfig, root: str
 ) -> tuple[bool, list[str]]:
-    """Whether a tied model stores its head all the same, and the tensors that no row wants.
-
-    `prediction`: so many layers after the last predict one more token, and are left out.
-    """
+    """Whether a tied model stores its head all the same, and the tensors that no row wants."""
     used = {name for source in sources for name in source.names}
     left = [name for name in checkpoint if name not in used]
     head, tied_head = f"{root}lm_head.weight", False
@@ -289,9 +303,7 @@ def _leftovers(
             )
         for name in (head, embedding):
             checkpoint.release(name)
-    extra = rf"{re.escape(root)}model\.layers\.(\d+)\..*"
-    past = range(config.num_hidden_layers, config.num_hidden_layers + prediction)
-    predicted = [name for name in left if (m := re.fullmatch(extra, name)) and int(m[1]) in past]
+    predicted = [name for name in left if (_layer_number(name, root) or 0) >= config.num_hidden_layers]
     vision = [name for name in left if root and any(re.fullmatch(pattern, name) for pattern in table.VISION)]
     for names, what in (
         (predicted, "layers past num_hidden_layers (multi-token prediction)"),
@@ -301,14 +313,7 @@ def _leftovers(
             logger.info("Left out %d tensors of %s, such as %s.", len(names), what, names[0])
     known = {*predicted, *vision}
     unexpected = [n for n in left if n not in known and not any(re.fullmatch(p, n) for p in table.IGNORED)]
-    problems = [f"{name} {list(checkpoint.tensors[name].shape)} is not expected" for name in unexpected]
-    deepest = max((int(match[1]) for name in unexpected if (match := re.fullmatch(extra, name))), default=-1)
-    if deepest >= past.stop:
-        beyond = f" and num_nextn_predict_layers {prediction}" if prediction else ""
-        problems.insert(
-            0, f"tensors of {deepest + 1} layers are here; num_hidden_layers is {config.num_hidden_layers}{beyond}"
-        )
-    return tied_head, problems
+    return tied_head, [f"{name} {list(checkpoint.tensors[name].shape)} is not expected" for name in unexpected]
 
 
 def _leaf(model: KimiLinear, entry: Entry) -> Any:

@@ -263,16 +263,23 @@ def test_files_of_the_tokenizer_are_carried(saved, tmp_path):
     }
 
 
-def mixer(**changes):
-    """A mixer of `TINY`, with other settings."""
-    return kz.KimiDeltaAttention(16, 2, 8, key=jr.key(0), **changes)
+def with_mixer(**changes):
+    """Puts a mixer of the sizes of `TINY` with other settings into a block."""
+    mixer = kz.KimiDeltaAttention(16, 2, 8, key=jr.key(0), **changes)
+    return lambda block: eqx.tree_at(lambda b: b.mixer, block, mixer)
 
 
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (lambda b: kz.Linear(16, 16, key=jr.key(0)), r"layers\[1\] is a Linear; the configuration makes it a KimiBlock"),
-        (lambda b: eqx.tree_at(lambda b: b.mixer, b, mixer(safe_gate=True, lower_bound=-5.0)), r"lower_bound is -5\.0;"),
+        (
+            lambda b: kz.Linear(16, 16, key=jr.key(0)),
+            r"layers\[1\] is a Linear; the configuration makes it a KimiBlock",
+        ),
+        (
+            lambda b: eqx.tree_at(lambda b: b.mixer, b, mixer(safe_gate=True, lower_bound=-5.0)),
+            r"lower_bound is -5\.0;",
+        ),
         (lambda b: eqx.tree_at(lambda b: b.mixer, b, mixer(bias=True)), r"query_proj\.bias is float32 \[16\]; .* None"),
         (lambda b: eqx.tree_at(lambda b: b.mixer, b, mixer(conv_bias=True)), r"query_conv\.bias is float32 \[16\]"),
         (lambda b: eqx.tree_at(lambda b: b.mixer, b, mixer(use_qk_l2norm=False)), "use_qk_l2norm is False;"),
@@ -304,14 +311,22 @@ def test_weights_have_a_dtype_that_is_published(saved, tmp_path, dtype):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_config_with_too_many_layers_is_refused_at_once(saved):
+    _, folder, tensors = saved
+    config = json.loads((folder / "config.json").read_text())
+    rewrite(folder, tensors, **config | {"num_hidden_layers": 10_000})
+    with pytest.raises(CheckpointError, match=r"tensors of 4 layers are here, but in config\.json .* is 10000"):
+        kz.from_pretrained(folder)
+
+
 def test_layers_the_config_does_not_count_are_no_prediction_layers(saved):
     _, folder, tensors = saved
     rewrite(folder, tensors, num_hidden_layers=2, linear_attn_config={"kda_layers": [1, 2], "full_attn_layers": []})
     config = json.loads((folder / "config.json").read_text())
     config["linear_attn_config"] |= {"num_heads": 2, "head_dim": 8, "short_conv_kernel_size": 4}
-    for predicted, text in ((0, r"num_hidden_layers is 2\n"), (1, "is 2 and num_nextn_predict_layers 1")):
+    for predicted, text in ((0, r"num_hidden_layers is 2\."), (1, "is 2 and num_nextn_predict_layers 1")):
         rewrite(folder, tensors, **config | {"num_nextn_predict_layers": predicted})
-        with pytest.raises(CheckpointError, match=f"tensors of 4 layers are here; .*{text}"):
+        with pytest.raises(CheckpointError, match=f"tensors of 4 layers are here, .*{text}"):
             kz.from_pretrained(folder)
     notes = summarize(folder).notes
     assert "Tensors of 4 layers are here; config.json says 2 and 1 for next-token prediction." in notes

@@ -316,9 +316,7 @@ def _layer_kinds(data: Mapping[str, Any], layers: int) -> tuple:
         kda, full = (inner.get(name) or [] for name in ("kda_layers", "full_attn_layers"))
         if not isinstance(kda, list) or not isinstance(full, list):
             wrong = kda if not isinstance(kda, list) else full
-            raise ValueError(
-                f"linear_attn_config lists the numbers of layers in kda_layers and full_attn_layers; got {wrong!r}."
-            )
+            raise ValueError(f"kda_layers and full_attn_layers of linear_attn_config must be lists; got {wrong!r}.")
         outside = [layer for layer in kda + full if not _is_count(layer, 1) or layer > layers]
         if outside:
             raise ValueError(f"linear_attn_config numbers layers from 1 to {layers}; got {outside}.")

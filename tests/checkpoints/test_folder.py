@@ -277,12 +277,12 @@ def with_mixer(**changes):
             r"layers\[1\] is a Linear; the configuration makes it a KimiBlock",
         ),
         (
-            lambda b: eqx.tree_at(lambda b: b.mixer, b, mixer(safe_gate=True, lower_bound=-5.0)),
+            with_mixer(safe_gate=True, lower_bound=-5.0),
             r"lower_bound is -5\.0;",
         ),
-        (lambda b: eqx.tree_at(lambda b: b.mixer, b, mixer(bias=True)), r"query_proj\.bias is float32 \[16\]; .* None"),
-        (lambda b: eqx.tree_at(lambda b: b.mixer, b, mixer(conv_bias=True)), r"query_conv\.bias is float32 \[16\]"),
-        (lambda b: eqx.tree_at(lambda b: b.mixer, b, mixer(use_qk_l2norm=False)), "use_qk_l2norm is False;"),
+        (with_mixer(bias=True), r"query_proj\.bias is float32 \[16\]; .* None"),
+        (with_mixer(conv_bias=True), r"query_conv\.bias is float32 \[16\]"),
+        (with_mixer(use_qk_l2norm=False), "use_qk_l2norm is False;"),
         (
             lambda b: eqx.tree_at(lambda b: b.mlp.router, b, kz.Router(16, 5, top_k=3, scale=2.446, key=jr.key(0))),
             r"router\.top_k is 3; the configuration makes it 2",

@@ -7,6 +7,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.random as jr
+import jaxtyping
 import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
@@ -20,6 +21,12 @@ settings.register_profile("repeatable", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 install_import_hook("kimi_zoo", "beartype.beartype")  # stays for the whole run
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Switches the run-time type checks off, which users do not have: their wrong arguments reach the function."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture

@@ -53,10 +53,11 @@ LINEAR_ATTENTION = {
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
 
-# without these a file describes no model: nothing sensible can be assumed
+# without these a file describes no model: nothing sensible can be assumed (of `rms_norm_eps`, readers assume different
+# things)
 REQUIRED = (
-    "vocab_size hidden_size intermediate_size linear_num_heads linear_head_dim num_attention_heads kv_lora_rank "
-    "qk_nope_head_dim qk_rope_head_dim v_head_dim"
+    "vocab_size hidden_size intermediate_size rms_norm_eps linear_num_heads linear_head_dim num_attention_heads "
+    "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
 ).split()
 REQUIRED_MOE = ("num_experts", "num_experts_per_token", "moe_intermediate_size")
 
@@ -102,6 +103,8 @@ FIXED: dict[str, tuple[object, ...]] = {
     "sliding_window": (None,),
 }
 
+MOST_LAYERS = 10_000  # a larger number is a mistake; it would only keep the reader busy
+
 OUTPUT_GATES = {None: None, "head_wise": "head_wise", "element_wise": "element_wise", "elementwise": "element_wise"}
 
 
@@ -145,7 +148,7 @@ def parse_config(data: Mapping[str, Any], *, complete: bool = False) -> KimiLine
     if complete:
         sparse = bool(values["num_experts"])
         required = (*REQUIRED, *(REQUIRED_MOE if sparse else ()))
-        missing = [SPELLINGS[field][0] for field in required if field not in values]
+        missing = [SPELLINGS[field][0] for field in required if values.get(field) is None]
         if not any(key in data for key in ("num_hidden_layers", "layer_types")):
             missing.append("num_hidden_layers")
         if missing:
@@ -159,7 +162,10 @@ def parse_config(data: Mapping[str, Any], *, complete: bool = False) -> KimiLine
         if isinstance(values.get(name), list):
             values[name] = tuple(values[name])
     layers = _num_layers(data)
-    gate = "direct" if data.get("no_kda_lora") else "low_rank"
+    direct = data.get("no_kda_lora")
+    if direct is not None and not isinstance(direct, bool):
+        raise ValueError(f"no_kda_lora must be true or false; got {direct!r}.")
+    gate = "direct" if direct else "low_rank"
     heads = values.get("num_attention_heads", KimiLinearConfig.num_attention_heads)
     if data.get("num_key_value_heads", heads) not in (heads, None):
         raise ValueError(
@@ -177,6 +183,11 @@ def parse_config(data: Mapping[str, Any], *, complete: bool = False) -> KimiLine
     if data.get("qk_head_dim", query_dim) != query_dim:
         raise ValueError(f"qk_head_dim {data['qk_head_dim']} is not qk_nope_head_dim + qk_rope_head_dim = {query_dim}.")
     return config
+
+
+def prediction_layers(data: Mapping[str, Any]) -> int:
+    """How many layers behind the last a checkpoint may hold that predict one more token."""
+    return data.get("num_nextn_predict_layers") or 0
 
 
 def write_config(config: KimiLinearConfig, source: Mapping[str, Any] | None, dtype: str) -> dict:
@@ -246,8 +257,11 @@ def _unknown(data: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} {value!r} is not a field of this family that is known: it may change the computation"
         elif isinstance(value, float) and not math.isfinite(value):
             yield f"{name} must be finite; got {value}"
+    predicted = data.get("num_nextn_predict_layers")
+    if predicted is not None and not _is_count(predicted):
+        yield f"num_nextn_predict_layers must be a whole number of at least 0; got {predicted!r}"
     gate = data.get("gated_attention_proj_granularity_type")
-    if gate not in OUTPUT_GATES:
+    if not (gate is None or (isinstance(gate, str) and gate in OUTPUT_GATES)):
         yield f"gated_attention_proj_granularity_type {gate!r} is not implemented, only 'head_wise' and 'element_wise'"
     inner = data.get("linear_attn_config") or {}
     if isinstance(inner, Mapping):
@@ -255,6 +269,11 @@ def _unknown(data: Mapping[str, Any]) -> Iterator[str]:
             yield f"linear_attn_config.{name} {inner[name]!r} is not known: it may change the computation"
     else:
         yield f"linear_attn_config must be an object; got {inner!r}"
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    """Whether a value is a whole number, which neither `true` nor `2.0` is, of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _spelled(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -273,8 +292,8 @@ def _num_layers(data: Mapping[str, Any]) -> int:
     types = data.get("layer_types")
     if stated is None:
         return len(types) if isinstance(types, list) else KimiLinearConfig().num_hidden_layers
-    if isinstance(stated, bool) or not isinstance(stated, int) or stated < 1:
-        raise ValueError(f"num_hidden_layers must be a whole number of at least 1; got {stated!r}.")
+    if not _is_count(stated, 1) or stated > MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers must be a whole number from 1 to {MOST_LAYERS}; got {stated!r}.")
     if isinstance(types, list) and len(types) != stated:
         raise ValueError(f"layer_types names {len(types)} layers, num_hidden_layers says {stated}.")
     return stated
@@ -286,14 +305,19 @@ def _layer_kinds(data: Mapping[str, Any], layers: int) -> tuple:
     types = data.get("layer_types")
     if types is not None:
         names = {"linear_attention": "kda", "full_attention": "mla"}
+        if not isinstance(types, list):
+            raise ValueError(f"layer_types must be a list with a kind per layer; got {types!r}.")
         wrong = sorted({str(kind) for kind in types} - set(names))
         if wrong:
             raise ValueError(f"layer_types may hold {sorted(names)}; got {wrong}.")
         readings["layer_types"] = tuple(names[kind] for kind in types)
     inner = data.get("linear_attn_config")
     if isinstance(inner, Mapping) and ("kda_layers" in inner or "full_attn_layers" in inner):
-        kda, full = (list(inner.get(name) or ()) for name in ("kda_layers", "full_attn_layers"))
-        outside = [layer for layer in kda + full if not isinstance(layer, int) or not 1 <= layer <= layers]
+        kda, full = (inner.get(name) or [] for name in ("kda_layers", "full_attn_layers"))
+        if not isinstance(kda, list) or not isinstance(full, list):
+            wrong = kda if not isinstance(kda, list) else full
+            raise ValueError(f"kda_layers and full_attn_layers of linear_attn_config must be lists; got {wrong!r}.")
+        outside = [layer for layer in kda + full if not _is_count(layer, 1) or layer > layers]
         if outside:
             raise ValueError(f"linear_attn_config numbers layers from 1 to {layers}; got {outside}.")
         both = sorted(set(kda) & set(full))
@@ -315,12 +339,12 @@ def _mlp_kinds(data: Mapping[str, Any], layers: int, sparse: bool) -> tuple:
     types = data.get("mlp_layer_types")
     if types is not None:
         names = {"dense": "dense", "sparse": "moe"}
-        if len(types) != layers or set(types) - set(names):
+        if not isinstance(types, list) or len(types) != layers or any(kind not in list(names) for kind in types):
             raise ValueError(f"mlp_layer_types must name {layers} layers dense or sparse; got {types}.")
         readings["mlp_layer_types"] = tuple(names[kind] for kind in types)
     if types is None or "first_k_dense_replace" in data or "moe_layer_freq" in data:
         first, every = data.get("first_k_dense_replace", 0), data.get("moe_layer_freq", 1)
-        if not isinstance(first, int) or not isinstance(every, int) or first < 0 or every < 1:
+        if not _is_count(first) or not _is_count(every, 1):
             raise ValueError(f"first_k_dense_replace {first!r} or moe_layer_freq {every!r} makes no sense.")
         moe = lambda layer: sparse and layer >= first and layer % every == 0
         readings["first_k_dense_replace and moe_layer_freq"] = tuple(

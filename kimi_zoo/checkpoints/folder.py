@@ -13,13 +13,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from kimi_zoo.bundled import find_weights
-from kimi_zoo.checkpoints.configs import read_config, write_config
+from kimi_zoo.checkpoints.configs import prediction_layers, read_config, write_config
 from kimi_zoo.checkpoints.files import (
     CARRIED,
     CheckpointError,
@@ -30,8 +29,9 @@ from kimi_zoo.checkpoints.files import (
     write_json,
 )
 from kimi_zoo.checkpoints.quantized import dequantize
-from kimi_zoo.checkpoints.rows import EXPERT, Entry, get_leaf, shape_text
+from kimi_zoo.checkpoints.rows import Entry, get_leaf, shape_text
 from kimi_zoo.checkpoints.safetensors import AbstractCheckpoint, LazyTensor, open_checkpoint, save_tensors
+from kimi_zoo.checkpoints.skeleton import differences, model_skeleton
 from kimi_zoo.checkpoints.sources import (
     PublishedTensors,
     open_source,
@@ -79,8 +79,9 @@ def from_pretrained(
     - `progress`: whether to show a progress bar.
 
     **Raises:** `CheckpointError` (a `ValueError`) that lists everything which does not fit: the configuration,
-    unreadable files, missing, unexpected and wrongly shaped tensors.
+    unreadable files, missing, unexpected and wrongly shaped tensors; another `dtype` than float32, bfloat16 or float16.
     """
+    target = weight_dtype(dtype)
     folder = find_weights(path)
     if not folder.is_dir():
         raise CheckpointError(
@@ -88,8 +89,9 @@ def from_pretrained(
         )
     with _open(folder, config) as (settled, raw, checkpoint):
         root = _find_root(checkpoint, folder)
+        _check_depth(checkpoint, settled.num_hidden_layers, prediction_layers(raw), root)
         settled = table.adapt_config(settled, checkpoint)
-        skeleton = eqx.filter_eval_shape(lambda: KimiLinear(settled, key=jr.key(0)))
+        skeleton = model_skeleton(settled)
         sources, problems = _match(checkpoint, skeleton, settled, root)
         tied_head, more = _leftovers(checkpoint, sources, settled, root)
         problems += more
@@ -99,7 +101,23 @@ def from_pretrained(
             )
         spellings = {source.entry.row.leaf: source.spelling for source in sources if source.spelling != (0, 0)}
         published = Published(root, tuple(sorted(spellings.items())), tied_head, str(folder.resolve()), json.dumps(raw))
-        return _fill(with_published(skeleton, published), checkpoint, sources, dtype, mesh, progress)
+        return _fill(with_published(skeleton, published), checkpoint, sources, target, mesh, progress)
+
+
+def weight_dtype(dtype: Any) -> np.dtype | None:
+    """The dtype that weights are asked for in; `None` stays `None`.
+
+    **Raises:** `CheckpointError` for another one than float32, bfloat16 or float16.
+    """
+    if dtype is None:
+        return None
+    try:
+        wanted = jnp.dtype(dtype)
+    except TypeError:
+        wanted = None
+    if wanted not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise CheckpointError(f"`dtype` of weights is float32, bfloat16, float16 or None (as stored); got {dtype!r}.")
+    return wanted
 
 
 @contextmanager
@@ -155,19 +173,18 @@ def save_pretrained(
     A model built with tied embeddings is written with its output head all the same, since not every reader ties it; a
     loaded one as it came.
 
-    **Raises:** `CheckpointError` for an existing folder, a model with a layer that the published layout has no names
-    for, or `keep_left_out` without that folder.
+    **Raises:** `CheckpointError` for an existing folder, a model that is no longer the one its `config` describes
+    (another structure, setting or shape, LoRA deltas), another `dtype` than float32, bfloat16 or float16, or
+    `keep_left_out` without that folder.
     """
-    outgoing = _outgoing(model)
-    expected = [
-        entry.name(0).replace(EXPERT, "0") for entry in table.entries(model.config) if _leaf(model, entry) is None
-    ]
-    if expected:
+    target = weight_dtype(dtype)
+    if found := list(differences(model)):
         raise CheckpointError(
-            "This model cannot be written in the published layout, which has these parameters that it lacks: "
-            f"{list_some(expected)}. Save it with equinox.tree_serialise_leaves instead."
+            "This model is not the one that its configuration describes, and what is written would be read as that "
+            f"one:\n{join_problems(found)}\nMerge LoRA deltas with `merge_lora`, or write them alone with "
+            "`save_adapter`; write any other model with equinox.tree_serialise_leaves."
         )
-    target = None if dtype is None else jnp.dtype(dtype)
+    outgoing = _outgoing(model)
     kept = lambda entry, leaf: leaf.dtype if target is None or entry.row.leaf in table.FLOAT32_LEAVES else target
     tensors = {
         name: LazyTensor(
@@ -222,6 +239,22 @@ def _find_root(checkpoint: AbstractCheckpoint, folder: Path) -> str:
     return roots[0]
 
 
+def _layer_number(name: str, root: str) -> int | None:
+    match = re.match(rf"{re.escape(root)}model\.layers\.(\d+)\.", name)
+    return None if match is None else int(match[1])
+
+
+def _check_depth(checkpoint: AbstractCheckpoint, layers: int, prediction: int, root: str) -> None:
+    """Checks the number of layers before any is built; `prediction` more may be there, which are left out."""
+    numbers = [number for name in checkpoint if (number := _layer_number(name, root)) is not None]
+    stored = 1 + max(numbers, default=-1)
+    if not layers <= stored <= layers + prediction:
+        beyond = f" and num_nextn_predict_layers {prediction}" if prediction else ""
+        raise CheckpointError(
+            f"tensors of {stored} layers are here, but in config.json num_hidden_layers is {layers}{beyond}."
+        )
+
+
 def _match(
     checkpoint: AbstractCheckpoint, skeleton: KimiLinear, config: KimiLinearConfig, root: str
 ) -> tuple[list[Source], list[str]]:
@@ -270,8 +303,7 @@ def _leftovers(
             )
         for name in (head, embedding):
             checkpoint.release(name)
-    extra = rf"{re.escape(root)}model\.layers\.(\d+)\..*"
-    predicted = [name for name in left if (m := re.fullmatch(extra, name)) and int(m[1]) >= config.num_hidden_layers]
+    predicted = [name for name in left if (_layer_number(name, root) or 0) >= config.num_hidden_layers]
     vision = [name for name in left if root and any(re.fullmatch(pattern, name) for pattern in table.VISION)]
     for names, what in (
         (predicted, "layers past num_hidden_layers (multi-token prediction)"),

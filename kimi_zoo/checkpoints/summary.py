@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from kimi_zoo.checkpoints.configs import parse_config
 from kimi_zoo.checkpoints.files import CheckpointError, list_some, read_json
 from kimi_zoo.checkpoints.megatron_run import Run, open_run
 from kimi_zoo.checkpoints.pickles import UnsafePickle
@@ -141,6 +142,10 @@ def summarize(path: str | Path) -> Summary:
         notes = [*_family_notes(config, model_type), *([problem] if problem else []), *found.notes]
         if count is not None and len(layers) != count:
             notes.append(f"config.json says {count} layers; tensors of {len(layers)} of them are here.")
+        predicted = _count(text, "num_nextn_predict_layers") or 0
+        if model_type in LOADED_FAMILIES and count is not None and len(every) > count + predicted:
+            beyond = f" and {predicted} for next-token prediction" if predicted else ""
+            notes.append(f"Tensors of {len(every)} layers are here; config.json says {count}{beyond}.")
         if routing is None and any(layer.mlp == "moe" for layer in layers.values()):
             notes.append("How many experts a token uses is not known, so neither is the number of active parameters.")
         total = None if plain is None else sum(math.prod(info.shape) for info in plain.values())
@@ -227,6 +232,10 @@ def _family_notes(config: Mapping[str, Any], model_type: str | None) -> list[str
     if model_type not in LOADED_FAMILIES:
         known = ", ".join(LOADED_FAMILIES)
         return [f"model_type {model_type!r} is not a family that this version loads (it loads: {known})."]
+    try:
+        parse_config(config, complete=True)
+    except ValueError as error:
+        return [f"This version does not load it: {' '.join(str(error).split())}"]
     return []
 
 

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key, UInt32
 
 NON_FINITE = -1  # stands in place of a token id where the logits hold NaN or infinity
@@ -59,12 +60,18 @@ def make_sampling(
     _check("repetition_penalty", repetition_penalty, positive, "finite and above 0 (1: off)")
     random = temperature > 0
     return Sampling(
-        temperature=jnp.asarray(temperature, jnp.float32) if random else None,
-        top_k=jnp.asarray(top_k, jnp.int32) if random and top_k > 0 else None,
-        top_p=jnp.asarray(top_p, jnp.float32) if random and top_p < 1 else None,
-        min_p=jnp.asarray(min_p, jnp.float32) if random and min_p > 0 else None,
-        repetition_penalty=jnp.asarray(repetition_penalty, jnp.float32) if repetition_penalty != 1 else None,
+        temperature=_float32(temperature) if random else None,
+        top_k=jnp.asarray(min(top_k, np.iinfo(np.int32).max), jnp.int32) if random and top_k > 0 else None,
+        top_p=_float32(top_p) if random and top_p < 1 else None,
+        min_p=_float32(min_p) if random and min_p > 0 else None,
+        repetition_penalty=_float32(repetition_penalty) if repetition_penalty != 1 else None,
     )
+
+
+def _float32(value: float | int) -> Float32[Array, ""]:
+    """A positive number as the nearest one that float32 holds at full precision: neither 0 nor infinite."""
+    range_ = np.finfo(np.float32)
+    return jnp.asarray(min(max(value, float(range_.smallest_normal)), float(range_.max)), jnp.float32)
 
 
 def sample(
@@ -112,7 +119,9 @@ def penalise(
 
     **Source:** CTRL (arXiv:1909.05858), with the sign rule of transformers: a negative logit is multiplied.
     """
-    return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
+    penalised = jnp.where(logits < 0, logits * penalty, logits / penalty)
+    largest = jnp.finfo(jnp.float32).max  # an infinite score would leave nothing to choose by
+    return jnp.where(seen, jnp.clip(penalised, -largest, largest), logits)
 
 
 def temper(logits: Float32[Array, "batch vocab"], temperature: Float32[Array, ""]) -> Float32[Array, "batch vocab"]:
@@ -137,7 +146,8 @@ def _keep_mass(
 ) -> Float32[Array, "batch vocab"]:
     """Keeps the highest scores, as few as have a total mass of at least `target`; everything if all together have less.
 
-    The threshold is built from its highest bit down: a bit stays set while the mass at or above it is still enough.
+    The highest one always stays, however small the target. The threshold is built from its highest bit down: a bit
+    stays set while the mass at or above it is still enough.
     """
     order = _ordered_bits(scores)
 
@@ -147,6 +157,7 @@ def _keep_mass(
         return jnp.where(above >= target, candidate, threshold)
 
     threshold = jax.lax.fori_loop(0, 32, set_bit, jnp.zeros(scores.shape[0], jnp.uint32))
+    threshold = jnp.minimum(threshold, order.max(axis=-1))
     return jnp.where(order >= threshold[:, None], scores, -jnp.inf)
 
 

@@ -155,14 +155,16 @@ class Published:
 
     `spellings` holds, per row of the checkpoint table, which of its names and shapes was found (0, the usual one, is
     left out). `source` is the folder, from which tokenizer files are carried over; `config` the text of its
-    `config.json`.
+    `config.json`. Records that differ in these two are equal, so that models from different folders share compiled
+    programs and mix in `jax.tree.map`. The price: a model that a jitted function *returns* may carry the record of
+    another one, with which the function was traced first; `with_published(returned, model.published)` sets it right.
     """
 
     root: str = ""
     spellings: tuple[tuple[str, tuple[int, int]], ...] = ()
     tied_head_stored: bool = False
-    source: str | None = None
-    config: str | None = None
+    source: str | None = dataclasses.field(default=None, compare=False)
+    config: str | None = dataclasses.field(default=None, compare=False)
 
 
 class KimiLinearCache(eqx.Module):

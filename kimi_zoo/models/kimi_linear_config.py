@@ -1,8 +1,9 @@
 """Sizes and choices of a Kimi Linear model. Needs no JAX, so that programs which only look at files start at once."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin
 
 from kimi_zoo.layers.gate_bound import check_lower_bound
 
@@ -73,34 +74,37 @@ class KimiLinearConfig:
         return len(self.layer_kinds)
 
 
+# the least value of a number, where that is not 1
+AT_LEAST = {
+    "linear_conv_kernel_dim": 0,
+    "num_shared_experts": 0,
+    "qk_rope_head_dim": 0,
+    "num_experts": 0,
+}
+
+
 def _config_problems(config: KimiLinearConfig) -> Iterator[str]:
     """Yields what is wrong with a configuration, a sentence each."""
+    wrong = list(_type_problems(config))
+    if wrong:
+        yield from wrong  # the rest reads the values
+        return
     layers = config.num_hidden_layers
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.type == "int" or field.type is int:
-            low = (
-                0
-                if field.name in ("linear_conv_kernel_dim", "num_shared_experts", "qk_rope_head_dim", "num_experts")
-                else 1
-            )
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                yield f"`{field.name}` must be a whole number of at least {low}; got {value!r}."
+    if config.rms_norm_eps <= 0:
+        yield f"`rms_norm_eps` must be more than 0; got {config.rms_norm_eps}."
+    if config.initializer_range < 0:
+        yield f"`initializer_range` must be at least 0; got {config.initializer_range}."
     if layers == 0:
         yield "`layer_kinds` names no layer."
-    for name, known in (("layer_kinds", ("kda", "mla")), ("mlp_kinds", ("dense", "moe"))):
-        wrong = sorted(set(getattr(config, name)) - set(known))
-        if wrong:
-            yield f"`{name}` may hold {known[0]!r} and {known[1]!r}; got {wrong}."
     if len(config.mlp_kinds) != layers:
         yield f"`mlp_kinds` must name one kind per layer, {layers}; got {len(config.mlp_kinds)}."
     for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
         limits = getattr(config, name)
         if limits is not None and len(limits) != layers:
             yield f"`{name}` must hold one limit per layer, {layers}; got {len(limits)}."
+        if any(limit is not None and limit < 0 for limit in limits or ()):
+            yield f"`{name}` must hold limits of at least 0 (0 or None: no limit); got {limits}."
     if "moe" in config.mlp_kinds:
-        if config.moe_router_activation_func not in ("sigmoid", "softmax"):
-            yield f'`moe_router_activation_func` is "sigmoid" or "softmax"; got {config.moe_router_activation_func!r}.'
         groups, kept, experts = config.num_expert_group, config.topk_group, config.num_experts
         if experts < 1 or groups < 1 or experts % groups or kept > groups:
             yield f"`num_experts` {experts}, `num_expert_group` {groups} and `topk_group` {kept} make no equal groups."
@@ -111,6 +115,47 @@ def _config_problems(config: KimiLinearConfig) -> Iterator[str]:
         check_lower_bound(config.kda_safe_gate, config.kda_lower_bound)
     except ValueError as error:
         yield f"`kda_lower_bound`: {error}"
+
+
+def _type_problems(config: KimiLinearConfig) -> Iterator[str]:
+    """Fields whose value is not of their type, as it is declared above: nothing is converted, `"false"` is no bool."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if not _fits(value, field.type):
+            yield f"`{field.name}` must be {_type_text(field.type)}; got {value!r}."
+        elif field.type is int or (field.name == "q_lora_rank" and value is not None):
+            least = AT_LEAST.get(field.name, 1)
+            if value < least:
+                yield f"`{field.name}` must be a whole number of at least {least}; got {value!r}."
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Whether a value is of an annotated type; booleans are no numbers, whole numbers are numbers, all are finite."""
+    options = get_args(kind)
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in options
+    if get_origin(kind) is tuple:  # tuple[X, ...]
+        return isinstance(value, tuple) and all(_fits(item, options[0]) for item in value)
+    if options:
+        return any(_fits(value, option) for option in options)
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is float:
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, kind)
+
+
+def _type_text(kind: Any) -> str:
+    """A type in words."""
+    options = get_args(kind)
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, options))
+    if get_origin(kind) is tuple:
+        return f"a sequence (each: {_type_text(options[0])})"
+    if options:
+        return " or ".join(map(_type_text, options))
+    names = {int: "a whole number", float: "a finite number", bool: "True or False", type(None): "None"}
+    return names[kind]
 
 
 KIMI_LINEAR_48B_A3B = KimiLinearConfig()

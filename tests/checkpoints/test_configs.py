@@ -149,6 +149,70 @@ def test_unknown_and_unimplemented_fields_are_named():
             parse_config(data | change)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("tie_word_embeddings", "false", "must be True or False; got 'false'"),
+        ("kda_safe_gate", 1, "must be True or False; got 1"),
+        ("moe_renormalize", "true", "must be True or False"),
+        ("rms_norm_eps", "1e-5", "must be a finite number; got '1e-5'"),
+        ("rms_norm_eps", -1e-5, "must be more than 0"),
+        ("rms_norm_eps", 0, "must be more than 0"),
+        ("routed_scaling_factor", "2", "must be a finite number; got '2'"),
+        ("routed_scaling_factor", None, "must be a finite number; got None"),
+        ("initializer_range", -1, "must be at least 0"),
+        ("expert_swiglu_limit_list", ["a"] * 4, r"must be a sequence \(each: a finite number or None\) or None"),
+        ("expert_swiglu_limit_list", 3, "must be a sequence"),
+        ("share_expert_swiglu_limit_list", [-1.0] * 4, "must hold limits of at least 0"),
+        ("eos_token_id", "x", "must be a whole number or a sequence"),
+        ("eos_token_id", [1.5], "must be a whole number or a sequence"),
+        ("pad_token_id", True, "must be a whole number or None"),
+        ("q_lora_rank", 0, "must be a whole number of at least 1; got 0"),
+        ("q_lora_rank", -3, "must be a whole number of at least 1; got -3"),
+        ("kda_lower_bound", "-5", "must be a finite number or None; got '-5'"),
+        ("moe_router_activation_func", ["sigmoid"], r"must be 'sigmoid' or 'softmax'; got \['sigmoid'\]"),
+    ],
+)
+def test_fields_have_their_type(unchecked, field, value, message):
+    with pytest.raises(ValueError, match=f"`{field}` {message}"):
+        parse_config(write_config(TINY, None, "float32") | {field: value})
+
+
+def test_nan_is_no_number():
+    with pytest.raises(ValueError, match="`rms_norm_eps` must be a finite number; got nan"):
+        tiny(rms_norm_eps=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"linear_attn_config": {"kda_layers": 5}}, "linear_attn_config must be lists; got 5"),
+        ({"linear_attn_config": {"kda_layers": [True, 2, 3]}}, r"numbers layers from 1 to 4; got \[True\]"),
+        ({"linear_attn_config": {"kda_layers": [[1]]}}, r"numbers layers from 1 to 4; got \[\[1\]\]"),
+        ({"layer_types": 3}, "layer_types must be a list with a kind per layer; got 3"),
+        ({"mlp_layer_types": 3}, "mlp_layer_types must name 4 layers dense or sparse; got 3"),
+        ({"mlp_layer_types": [[]] * 4}, "mlp_layer_types must name 4 layers dense or sparse"),
+        ({"gated_attention_proj_granularity_type": ["x"]}, r"granularity_type \['x'\] is not implemented"),
+        ({"num_hidden_layers": 10_000_000}, "num_hidden_layers must be a whole number from 1 to 10000; got 10000000"),
+        ({"no_kda_lora": "false"}, "no_kda_lora must be true or false; got 'false'"),
+        ({"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers must be a whole number of at least 0; got '1'"),
+    ],
+)
+def test_malformed_fields_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(write_config(TINY, None, "float32") | change)
+
+
+@pytest.mark.parametrize("value", ["absent", None])
+def test_the_epsilon_of_norms_must_be_given(value):
+    """The published class and transformers assume different ones."""
+    data = write_config(TINY, None, "float32") | {"rms_norm_eps": value}
+    if value == "absent":
+        del data["rms_norm_eps"]
+    with pytest.raises(ValueError, match="missing: rms_norm_eps"):
+        parse_config(data, complete=True)
+
+
 def test_every_problem_at_once():
     data = write_config(TINY, None, "float32") | {"foo": 1, "bar": 2}
     del data["hidden_size"]

@@ -20,16 +20,17 @@ from safetensors.numpy import load_file, save_file
 import kimi_zoo as kz
 from kimi_zoo.checkpoints.files import CheckpointError
 from kimi_zoo.checkpoints.safetensors import open_checkpoint
+from kimi_zoo.checkpoints.summary import summarize
 
 GOLDENS = DATA / "goldens"
+MODEL = kz.KimiLinear(TINY, key=jr.key(3))
 
 
 @pytest.fixture
 def saved(tmp_path):
     """A random tiny model, saved, and the tensors of its file."""
-    model = kz.KimiLinear(TINY, key=jr.key(3))
-    kz.save_pretrained(model, tmp_path / "model")
-    return model, tmp_path / "model", load_file(tmp_path / "model" / "model.safetensors")
+    kz.save_pretrained(MODEL, tmp_path / "model")
+    return MODEL, tmp_path / "model", load_file(tmp_path / "model" / "model.safetensors")
 
 
 def rewrite(folder, tensors, **config):
@@ -262,12 +263,73 @@ def test_files_of_the_tokenizer_are_carried(saved, tmp_path):
     }
 
 
-def test_a_model_with_a_foreign_layer_is_not_written(saved, tmp_path):
-    model, _, _ = saved
-    changed = kz.replace_layer(model, 1, kz.Linear(16, 16, key=jr.key(0)))
-    with pytest.raises(CheckpointError, match=r"has these parameters that it lacks: .*layers\.1\."):
-        kz.save_pretrained(changed, tmp_path / "out")
+def with_mixer(**changes):
+    """Puts a mixer of the sizes of `TINY` with other settings into a block."""
+    mixer = kz.KimiDeltaAttention(16, 2, 8, key=jr.key(0), **changes)
+    return lambda block: eqx.tree_at(lambda b: b.mixer, block, mixer)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (
+            lambda b: kz.Linear(16, 16, key=jr.key(0)),
+            r"layers\[1\] is a Linear; the configuration makes it a KimiBlock",
+        ),
+        (
+            with_mixer(safe_gate=True, lower_bound=-5.0),
+            r"lower_bound is -5\.0;",
+        ),
+        (with_mixer(bias=True), r"query_proj\.bias is float32 \[16\]; .* None"),
+        (with_mixer(conv_bias=True), r"query_conv\.bias is float32 \[16\]"),
+        (with_mixer(use_qk_l2norm=False), "use_qk_l2norm is False;"),
+        (
+            lambda b: eqx.tree_at(lambda b: b.mlp.router, b, kz.Router(16, 5, top_k=3, scale=2.446, key=jr.key(0))),
+            r"router\.top_k is 3; the configuration makes it 2",
+        ),
+        (
+            lambda b: eqx.tree_at(lambda b: b.mlp.experts, b, kz.Experts(16, 11, 5, key=jr.key(0))),
+            r"experts\.gate_proj is float32 \[5, 11, 16\]; .* \[5, 9, 16\]",
+        ),
+        (lambda b: eqx.tree_at(lambda b: b.mlp.router.score_bias, b, None), r"score_bias is None; .* float32 \[5\]"),
+    ],
+)
+def test_a_model_unlike_its_configuration_is_not_written(tmp_path, layer, message):
+    model = kz.replace_layer(MODEL, 1, layer)
+    with pytest.raises(CheckpointError, match=message):
+        kz.save_pretrained(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool", "float8_e4m3fn", "float64", "half a float", 3])
+def test_weights_have_a_dtype_that_is_published(saved, tmp_path, dtype):
+    model, folder, _ = saved
+    with pytest.raises(CheckpointError, match=f"is float32, bfloat16, float16 or None .as stored.; got {dtype!r}"):
+        kz.save_pretrained(model, tmp_path / "out", dtype=dtype)
+    with pytest.raises(CheckpointError, match="`dtype` of weights is"):
+        kz.from_pretrained(folder, dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_with_too_many_layers_is_refused_at_once(saved):
+    _, folder, tensors = saved
+    config = json.loads((folder / "config.json").read_text())
+    rewrite(folder, tensors, **config | {"num_hidden_layers": 10_000})
+    with pytest.raises(CheckpointError, match=r"tensors of 4 layers are here, but in config\.json .* is 10000"):
+        kz.from_pretrained(folder)
+
+
+def test_layers_the_config_does_not_count_are_no_prediction_layers(saved):
+    _, folder, tensors = saved
+    rewrite(folder, tensors, num_hidden_layers=2, linear_attn_config={"kda_layers": [1, 2], "full_attn_layers": []})
+    config = json.loads((folder / "config.json").read_text())
+    config["linear_attn_config"] |= {"num_heads": 2, "head_dim": 8, "short_conv_kernel_size": 4}
+    for predicted, text in ((0, r"num_hidden_layers is 2\."), (1, "is 2 and num_nextn_predict_layers 1")):
+        rewrite(folder, tensors, **config | {"num_nextn_predict_layers": predicted})
+        with pytest.raises(CheckpointError, match=f"tensors of 4 layers are here, .*{text}"):
+            kz.from_pretrained(folder)
+    notes = summarize(folder).notes
+    assert "Tensors of 4 layers are here; config.json says 2 and 1 for next-token prediction." in notes
 
 
 def test_tensors_of_a_gradient(saved):

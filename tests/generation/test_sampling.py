@@ -67,6 +67,35 @@ def test_no_temperature_overflows(temperature):
     assert not np.isnan(scores).any()
 
 
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"top_p": 1e-38}, [False, False, True, False]),  # below the normal range of float32
+        ({"top_p": 1e-50}, [False, False, True, False]),
+        ({"top_k": 10**10}, [True] * 4),
+        ({"min_p": 1e-50}, [True] * 4),
+        ({"temperature": 1e40}, [True] * 4),
+        ({"temperature": 1e-50}, [False, False, True, False]),
+    ],
+)
+def test_extreme_settings_keep_the_most_likely_token(settings, kept):
+    sampling = make_sampling(**{"temperature": 1.0} | settings)
+    scores = restrict(temper(jnp.asarray([[0.0, -5.0, 3.0, 1.0]], jnp.float32), sampling.temperature), sampling)
+    assert (np.asarray(scores) > -1e30).tolist() == [kept]
+    tokens, log_probs = sample(jnp.zeros((1, VOCAB)).at[0, 6].set(9.0), sampling, keys=jr.split(jr.key(0), 1))
+    assert tokens[0] == 6 or settings.get("temperature") == 1e40
+    assert np.isfinite(log_probs).all()
+
+
+@pytest.mark.parametrize("penalty", [1e40, 1e-50])
+def test_extreme_penalties_give_no_nan(penalty):
+    seen = jnp.asarray([[True, True, False]])
+    penalised = penalise(
+        jnp.asarray([[-20.0, 20.0, 1.0]]), seen, make_sampling(repetition_penalty=penalty).repetition_penalty
+    )
+    assert np.isfinite(penalised).all()
+
+
 def test_sampled_frequencies_are_the_probabilities(getkey):
     logits = jr.normal(getkey(), (1, 7)) * 2
     draws = 20_000

@@ -9,7 +9,7 @@ import pytest
 from helpers import TINY, assert_close, tiny
 
 import kimi_zoo as kz
-from kimi_zoo.models.kimi_linear import check_shape
+from kimi_zoo.models.kimi_linear import Published, check_shape, with_published
 
 # float32 rounding of logits of about 3, through four layers: the same sums in another order
 ATOL = 2e-5
@@ -186,6 +186,24 @@ def test_static_parts_hash_and_share_one_trace(model):
         assert jax.tree.structure(other) == jax.tree.structure(model)
         run(other, jnp.zeros((1, 2), jnp.int32))
     assert traces == 1
+
+
+def test_models_from_different_folders_share_a_trace_and_mix(model):
+    traces = 0
+
+    @eqx.filter_jit
+    def run(model):
+        nonlocal traces
+        traces += 1
+        return model.norm.weight
+
+    folders = [with_published(model, Published(source=folder, config=folder)) for folder in ("a", "b")]
+    for other in folders:
+        run(other)
+    assert traces == 1
+    mixed = jax.tree.map(lambda a, b: (a + b) / 2, *folders)
+    assert mixed.published.source == "a" and np.array_equal(mixed.norm.weight, model.norm.weight)
+    assert jax.tree.structure(folders[0]) != jax.tree.structure(with_published(model, Published(root="b.")))
 
 
 def test_deeper_models_compile_the_same_units():

@@ -77,9 +77,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--accumulate", metavar="N", type=int, default=1, help="batches per step (default 1)")
     add("--on-nonfinite", choices=("stop", "skip"), default="stop", help="at a loss or gradient that is not finite")
     add = parser.add_argument_group("loss and memory").add_argument
-    add(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation (parameters: float32)"
-    )
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation (parameters: float32)")
     add("--remat", choices=("none", "dots", "full"), default="none", help="recompute in gradients (saves memory)")
     add("--z-loss", metavar="W", type=float, default=0.0, help="weight of the squared log-sum-exp of the logits")
     add("--balance-loss", metavar="W", type=float, default=0.0, help="weight of the experts' balancing loss")
@@ -119,10 +117,13 @@ def run(args: argparse.Namespace) -> int:
         bar.update(1)
 
     def prepared(tokens: int) -> None:
-        bar.n = tokens
-        bar.refresh() if tokens % 64 == 0 else None
+        bar.update(tokens - bar.n)
 
-    say = (lambda _text: None) if args.quiet else lambda text: (bar.clear(), complain(text))
+    def say(text: str) -> None:
+        if not args.quiet:
+            bar.clear()
+            complain(text)
+
     try:
         options = RunOptions(
             model=args.model,

@@ -6,7 +6,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -191,7 +191,7 @@ def _with_delta(model: KimiLinear, target: Target, delta: Delta) -> KimiLinear:
         field = target.leaf.rsplit(".", 1)[-1].replace("_proj", "_delta")
         wrapped = eqx.tree_at(lambda e: getattr(e, field), wrapped, delta, is_leaf=lambda x: x is None)
         return eqx.tree_at(experts, model, wrapped)
-    module = lambda m: get_leaf(inside(m), target.leaf.removesuffix(".weight"))
+    module = lambda m: cast(Linear, get_leaf(inside(m), target.leaf.removesuffix(".weight")))
     return eqx.tree_at(module, model, LoRALinear(module(model), delta))
 
 
@@ -327,7 +327,7 @@ def load_adapter(model: KimiLinear, path: str | Path) -> KimiLinear:
                     raise CheckpointError(f"{folder}: {expected}; got {list_some(wrong)}.")
                 factors.append(jnp.asarray(np.stack(parts).reshape(*stack, *wanted), jnp.float32))
             left -= {f"{name}.lora_{letter}.weight" for name in names for letter in "AB"}
-            model = _with_delta(model, target, Delta(*factors, alpha / rank))
+            model = _with_delta(model, target, Delta(factors[0], factors[1], alpha / rank))
     if left:
         raise CheckpointError(f"{folder} holds tensors that fit no layer of the model: {list_some(sorted(left))}.")
     return model

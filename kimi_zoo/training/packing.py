@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int, Int32
+from jaxtyping import Int
 
 from kimi_zoo.training.dataset import Dataset
 
@@ -15,10 +15,10 @@ OPEN_ROWS = 64  # rows that may still be filled: with more, rows fill better and
 class Batch(NamedTuple):
     """Rows to learn from: `targets` are the next tokens in the same document, `weights` 1 where they are learned."""
 
-    tokens: Int32[np.ndarray, "*batch seq"]
-    targets: Int32[np.ndarray, "*batch seq"]
-    weights: Float32[np.ndarray, "*batch seq"]
-    segment_ids: Int32[np.ndarray, "*batch seq"]
+    tokens: Any  # Int32[Array, "*batch seq"], numpy's or JAX's, and so all four
+    targets: Any
+    weights: Any  # Float32
+    segment_ids: Any
 
 
 def pack(lengths: Int[np.ndarray, " examples"], order: Sequence[int], seq_length: int) -> list[list[int]]:

@@ -26,7 +26,7 @@ from kimi_zoo.bundled import find_weights
 from kimi_zoo.checkpoints.configs import read_config
 from kimi_zoo.checkpoints.files import CheckpointError, write_json
 from kimi_zoo.checkpoints.folder import from_pretrained, save_pretrained
-from kimi_zoo.models.kimi_linear import KimiLinear
+from kimi_zoo.models.kimi_linear import KimiLinear, with_published
 from kimi_zoo.tokenizers import load_tokenizer
 from kimi_zoo.training.checkpoints import RunCheckpoints
 from kimi_zoo.training.dataset import Overlong, prepare, split
@@ -188,6 +188,7 @@ def finetune(
         balance_loss=options.balance_loss,
         bias_rate=options.bias_rate,
     )
+    published = model.published
     del model
 
     def validation_loss(state: TrainState) -> float | None:
@@ -211,7 +212,7 @@ def finetune(
         try:
             for number, batch in enumerate(source, start=done + 1):
                 state, metrics = train_step((frozen, batch, optimizer, step_options), state)
-                line = _line(number, metrics, float(rate(number - 1)), began)
+                line = _line(number, metrics, float(np.asarray(rate(number - 1))), began)
                 began = time.perf_counter()
                 if not bool(metrics.finite):
                     skipped += 1
@@ -232,7 +233,8 @@ def finetune(
         checkpoints.wait()
         log.draw()
         lines = log.lines
-    finished = joined(state, frozen)
+    # steps are traced once for all models of a shape: what they return may name another model's folder
+    finished = with_published(joined(state, frozen), published)
     if options.lora:
         save_adapter(finished, output / "adapter", base=str(folder), overwrite=True)
     else:

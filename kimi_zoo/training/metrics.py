@@ -62,6 +62,8 @@ def draw_losses(lines: Sequence[dict[str, Any]], path: Path) -> None:
         axes = figure.subplots()
         for name, style, label in (("loss", "-", "training batch"), ("validation_loss", "o-", "held out")):
             points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            if name == "validation_loss" and lines and "initial_validation_loss" in lines[0]:
+                points.insert(0, (0, lines[0]["initial_validation_loss"]))
             if points:
                 axes.plot(*zip(*points, strict=True), style, linewidth=0.9, markersize=3, label=label)
         axes.set(xlabel="step", ylabel="loss, nats per token")

@@ -36,6 +36,7 @@ from kimi_zoo.training.metrics import MetricsLog
 from kimi_zoo.training.optimizers import Schedule, learning_rate, make_optimizer, masked_updates
 from kimi_zoo.training.packing import Batch, Batches, in_order
 from kimi_zoo.training.step import Metrics, StepOptions, TrainState, as_computed, joined, start, train_step
+from kimi_zoo.training.stopping import StopSignals
 from kimi_zoo.training.trainable import select, trains
 
 REMAT = {"none": False, "full": True, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
@@ -142,7 +143,7 @@ def finetune(
     """
     report = report or Report()
     output = Path(output)
-    _claim(output, options, resume)
+    _check_folder(output, options, resume)
     folder = find_weights(options.model)
     config, _ = read_config(folder)
     tokenizer = load_tokenizer(folder)
@@ -198,21 +199,26 @@ def finetune(
         return mean_loss(joined(state, frozen), rows, options.dtype)[0]
 
     every = options.evaluate_every or max(1, steps // 10)
-    with RunCheckpoints(output / "checkpoints", keep=keep) as checkpoints, MetricsLog(output, on_metrics) as log:
+    write_json(output / "run.json", _as_json(options))  # everything that can be checked has been
+    with (
+        RunCheckpoints(output / "checkpoints", keep=keep) as checkpoints,
+        MetricsLog(output, on_metrics) as log,
+        StopSignals() as signals,
+    ):
         done = 0
         if resume and checkpoints.steps():
             done = checkpoints.steps()[-1]
             state = checkpoints.restore(done, state)
             report.say(f"Resuming behind step {done}.")
         log.keep(done)
-        if done == 0:
-            log.write({"step": 0, "validation_loss": validation_loss(state)})
+        initial = {"initial_validation_loss": validation_loss(state)} if done == 0 and len(held_out) else {}
         source = prefetch(batches.read(done, steps, last_epoch=last_epoch))
         skipped, began = 0, time.perf_counter()
         try:
             for number, batch in enumerate(source, start=done + 1):
                 state, metrics = train_step((frozen, batch, optimizer, step_options), state)
-                line = _line(number, metrics, float(np.asarray(rate(number - 1))), began)
+                line = _line(number, metrics, float(np.asarray(rate(number - 1))), began) | initial
+                initial = {}
                 began = time.perf_counter()
                 if not bool(metrics.finite):
                     skipped += 1
@@ -224,6 +230,7 @@ def finetune(
                 report.step(line, steps)
                 if number % save_every == 0 or number == steps:
                     checkpoints.save(number, state, line.get("validation_loss"))
+                signals.check()
         except KeyboardInterrupt:
             if done and done not in checkpoints.steps():
                 checkpoints.save(done, state)
@@ -240,11 +247,10 @@ def finetune(
     else:
         stored = from_pretrained_dtype(folder)
         save_pretrained(finished, output / "model", dtype=stored, overwrite=True)
-    losses = [line["validation_loss"] for line in lines if line.get("validation_loss") is not None]
     return {
         "steps": steps,
-        "validation_loss_before": losses[0] if losses else None,
-        "validation_loss_after": losses[-1] if losses else None,
+        "validation_loss_before": lines[0].get("initial_validation_loss"),
+        "validation_loss_after": lines[-1].get("validation_loss"),
         "skipped_steps": skipped,
         "output": str(output / ("adapter" if options.lora else "model")),
     }
@@ -329,23 +335,23 @@ def prefetch(batches: Iterator[Batch], ahead: int = 2) -> Iterator[Batch]:
         stopped.set()
 
 
-def _claim(output: Path, options: RunOptions, resume: bool) -> None:
-    """Makes the folder of a new run, or checks that the one to go on with has the same options."""
+def _check_folder(output: Path, options: RunOptions, resume: bool) -> None:
+    """**Raises:** `CheckpointError` unless the folder is new, or holds the run to go on with, with the same options."""
     file = output / "run.json"
-    # through JSON and back, so that tuples compare with the lists that were read
-    now = json.loads(json.dumps(dataclasses.asdict(options)))
     if file.exists():
         if not resume:
             raise CheckpointError(f"{output} holds a run already: go on with --resume, or choose another folder.")
-        before = json.loads(file.read_text())
+        before, now = json.loads(file.read_text()), _as_json(options)
         changed = [f"{k}: {before.get(k)!r} then, {now[k]!r} now" for k in now if before.get(k) != now[k]]
         if changed:
             raise CheckpointError(f"The run in {output} has other options:\n- " + "\n- ".join(changed))
-    elif output.exists() and any(entry.name != "data" for entry in output.iterdir()):
+    elif output.exists() and (not output.is_dir() or any(entry.name != "data" for entry in output.iterdir())):
         raise CheckpointError(f"{output} is not empty and holds no run: choose another folder.")
-    else:
-        output.mkdir(parents=True, exist_ok=True)
-        write_json(file, now)
+
+
+def _as_json(options: RunOptions) -> dict[str, Any]:
+    """The options as they are when read back: lists in the place of tuples."""
+    return json.loads(json.dumps(dataclasses.asdict(options)))
 
 
 def _line(number: int, metrics: Metrics, rate: float, began: float) -> dict[str, Any]:

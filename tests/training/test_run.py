@@ -74,10 +74,10 @@ def whole(folder, tmp_path_factory):
 def test_a_run_writes_everything_in_its_folder(whole):
     output, summary = whole
     lines = numbers(output / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(STEPS + 1))
-    assert all(line.keys() >= {"step", "loss", "tokens", "learning_rate"} for line in lines[1:])
-    assert [line["step"] for line in lines if "validation_loss" in line] == [0, 5, 10, 12]
-    assert summary["validation_loss_after"] < summary["validation_loss_before"] == lines[0]["validation_loss"]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert all(line.keys() >= {"step", "loss", "tokens", "learning_rate"} for line in lines)
+    assert [line["step"] for line in lines if "validation_loss" in line] == [5, 10, 12]
+    assert summary["validation_loss_after"] < summary["validation_loss_before"] == lines[0]["initial_validation_loss"]
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(int(entry.name) for entry in (output / "checkpoints").iterdir()) == [8, 12]
     tuned = kz.from_pretrained(summary["output"])

@@ -102,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
     keep_compiled_programs()
     from kimi_zoo.training.examples import DataError
     from kimi_zoo.training.lora import ALL_LINEAR
-    from kimi_zoo.training.run import Report, RunOptions, finetune
+    from kimi_zoo.training.options import RunOptions
+    from kimi_zoo.training.run import Report, finetune
 
     bar: Any = tqdm(desc="reading", unit=" tokens", leave=False, disable=args.quiet or not is_terminal(sys.stderr))
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -26,84 +26,20 @@ from kimi_zoo.bundled import find_weights
 from kimi_zoo.checkpoints.configs import read_config
 from kimi_zoo.checkpoints.files import CheckpointError, write_json
 from kimi_zoo.checkpoints.folder import from_pretrained, save_pretrained
-from kimi_zoo.models.kimi_linear import KimiLinear, with_published
+from kimi_zoo.checkpoints.safetensors import open_checkpoint
+from kimi_zoo.models.kimi_linear import KimiLinear, Published, with_published
 from kimi_zoo.tokenizers import load_tokenizer
 from kimi_zoo.training.checkpoints import RunCheckpoints
-from kimi_zoo.training.dataset import Overlong, prepare, split
-from kimi_zoo.training.lora import ALL_LINEAR, add_lora, load_adapter, lora_leaves, merge_lora, save_adapter
+from kimi_zoo.training.dataset import prepare, split
+from kimi_zoo.training.lora import add_lora, load_adapter, lora_leaves, merge_lora, save_adapter
 from kimi_zoo.training.loss import batch_sums
 from kimi_zoo.training.metrics import MetricsLog
-from kimi_zoo.training.optimizers import Schedule, learning_rate, make_optimizer, masked_updates
+from kimi_zoo.training.optimizers import learning_rate, make_optimizer, masked_updates
+from kimi_zoo.training.options import REMAT, RunOptions
 from kimi_zoo.training.packing import Batch, Batches, in_order
 from kimi_zoo.training.step import Metrics, StepOptions, TrainState, as_computed, joined, start, train_step
 from kimi_zoo.training.stopping import StopSignals
 from kimi_zoo.training.trainable import select, trains
-
-REMAT = {"none": False, "full": True, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What decides the result of a run; written to `run.json`, and to be the same when it is resumed.
-
-    Of `steps` and `epochs` one is given, or neither: one epoch. `rows` of `seq_length` tokens make a batch,
-    `accumulate` batches a step. `warmup` is a share of the steps. `lora` is the rank, 0 for training everything that
-    `train` and not `freeze` selects (see `trainable.select`); with LoRA, `train` adds parameters beside the deltas.
-    """
-
-    model: str
-    data: tuple[str, ...]
-    validation_data: tuple[str, ...] = ()
-    validation: float = 0.05
-    steps: int | None = None
-    epochs: int | None = None
-    rows: int = 8
-    accumulate: int = 1
-    seq_length: int = 512
-    overlong: Overlong = "split"
-    packed: bool = True
-    seed: int = 0
-    optimizer: str = "adamw"
-    learning_rate: float | None = None
-    schedule: Schedule = "cosine"
-    warmup: float = 0.05
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    lora: int = 0
-    lora_alpha: float | None = None
-    lora_targets: tuple[str, ...] = ALL_LINEAR
-    train: tuple[str, ...] = ()
-    freeze: tuple[str, ...] = ()
-    dtype: str = "float32"
-    remat: str = "none"
-    z_loss: float = 0.0
-    balance_loss: float = 0.0
-    bias_rate: float = 0.0
-    evaluate_every: int | None = None
-    on_nonfinite: str = "stop"
-
-    def __post_init__(self):
-        """**Raises:** `ValueError` for options that make no run."""
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError("Give `steps` or `epochs`, not both.")
-        for name in ("steps", "epochs", "rows", "accumulate", "seq_length", "evaluate_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` is at least 1; got {value}.")
-        if self.seq_length < 2:
-            raise ValueError("`seq_length` is at least 2: a token and the next.")
-        if self.remat not in REMAT:
-            raise ValueError(f"`remat` is one of {', '.join(REMAT)}; got {self.remat!r}.")
-        if not 0 <= self.validation < 1:
-            raise ValueError(f"`validation` is a share of the examples, at least 0 and below 1; got {self.validation}.")
-
-    @property
-    def peak_rate(self) -> float:
-        """The learning rate after warm-up; by default what is usual for the optimizer, ten times that for LoRA."""
-        if self.learning_rate is not None:
-            return self.learning_rate
-        base = {"adamw": 3e-4, "muon": 1e-3, "lion": 3e-5, "adafactor": 1e-3, "sgd": 1e-2}.get(self.optimizer, 3e-4)
-        return base * (3 if self.lora else 1)
 
 
 class NonFiniteError(ArithmeticError):
@@ -144,12 +80,79 @@ def finetune(
     report = report or Report()
     output = Path(output)
     _check_folder(output, options, resume)
+    data = _read_data(options, output, report)
+    parts = _build(options, data.steps)
+    write_json(output / "run.json", _as_json(options))  # everything that can be checked has been
+
+    def validation_loss(state: TrainState) -> float | None:
+        return mean_loss(joined(state, parts.frozen), data.held_out(), options.dtype)[0] if data.holds_out else None
+
+    state, done, skipped = parts.state, 0, 0
+    every = options.evaluate_every or max(1, data.steps // 10)
+    with (
+        RunCheckpoints(output / "checkpoints", keep=keep) as checkpoints,
+        MetricsLog(output, on_metrics) as log,
+        StopSignals() as signals,
+    ):
+        if resume and checkpoints.steps():
+            done = checkpoints.steps()[-1]
+            state = checkpoints.restore(done, state)
+            report.say(f"Resuming behind step {done}.")
+        log.keep(done)
+        initial = {"initial_validation_loss": validation_loss(state)} if done == 0 and data.holds_out else {}
+        began = time.perf_counter()
+        try:
+            for number, batch in enumerate(prefetch(data.batches(done)), start=done + 1):
+                state, metrics = train_step((parts.frozen, batch, parts.optimizer, parts.options), state)
+                line = _line(number, metrics, float(np.asarray(parts.rate(number - 1))), began) | initial
+                initial, began = {}, time.perf_counter()
+                if not bool(metrics.finite):
+                    skipped += 1
+                    _nonfinite(number, line, options, report)
+                if number % every == 0 or number == data.steps:
+                    line["validation_loss"] = validation_loss(state)
+                done = number
+                log.write(line)
+                report.step(line, data.steps)
+                if number % save_every == 0 or number == data.steps:
+                    checkpoints.save(number, state, line.get("validation_loss"))
+                signals.check()
+        except KeyboardInterrupt:
+            if done and done not in checkpoints.steps():
+                checkpoints.save(done, state)
+            checkpoints.wait()
+            report.say(f"Stopped behind step {done} of {data.steps}, which is saved; go on with --resume.")
+            raise
+        checkpoints.wait()
+        log.draw()
+        lines = log.lines
+    # steps are traced once for all models of a shape: what they return may name another model's folder
+    finished = with_published(joined(state, parts.frozen), parts.published)
+    return {
+        "steps": data.steps,
+        "validation_loss_before": lines[0].get("initial_validation_loss"),
+        "validation_loss_after": lines[-1].get("validation_loss"),
+        "skipped_steps": skipped,
+        "output": str(_save(finished, options, output)),
+    }
+
+
+class _Data(NamedTuple):
+    """What a run reads: batches from a step on, and held-out batches, anew at each call."""
+
+    steps: int
+    batches: Callable[[int], Iterator[Batch]]
+    held_out: Callable[[], Iterator[Batch]]
+    holds_out: bool
+
+
+def _read_data(options: RunOptions, output: Path, report: Report) -> _Data:
     folder = find_weights(options.model)
     config, _ = read_config(folder)
-    tokenizer = load_tokenizer(folder)
     if options.seq_length > config.model_max_length:
         raise ValueError(f"`seq_length` {options.seq_length} exceeds the model's {config.model_max_length} tokens.")
-    prepare_into = lambda paths, name: prepare(
+    tokenizer = load_tokenizer(folder)
+    read = lambda paths, name: prepare(
         paths,
         tokenizer,
         output / "data" / name,
@@ -158,25 +161,47 @@ def finetune(
         progress=report.prepared,
         warn=report.say,
     )
-    dataset = prepare_into(options.data, "train")
-    training, held_out = split(len(dataset), 0.0 if options.validation_data else options.validation, options.seed)
-    held_data = prepare_into(options.validation_data, "validation") if options.validation_data else dataset
-    held_out = np.arange(len(held_data)) if options.validation_data else held_out
+    dataset = read(options.data, "train")
+    if options.validation_data:
+        held_data = read(options.validation_data, "validation")
+        training, held = np.arange(len(dataset)), np.arange(len(held_data))
+    else:
+        held_data = dataset
+        training, held = split(len(dataset), options.validation, options.seed)
     shape = (options.accumulate, options.rows)
     batches = Batches(dataset, training, options.seq_length, shape, options.seed, options.packed)
     epochs = options.epochs or 1
     steps = options.steps or batches.steps_in(epochs)
-    last_epoch = None if options.steps else epochs - 1
     report.say(
-        f"{len(training)} examples to learn from, {len(held_out)} held out; {dataset.counts['learned_tokens']} tokens "
+        f"{len(training)} examples to learn from, {len(held)} held out; {dataset.counts['learned_tokens']} tokens "
         f"learned of {dataset.counts['tokens']}; rows {batches.efficiency():.0%} full; {steps} steps."
     )
+    last_epoch = None if options.steps else epochs - 1
+    return _Data(
+        steps,
+        lambda start: batches.read(start, steps, last_epoch=last_epoch),
+        lambda: in_order(held_data, held.tolist(), options.seq_length, options.rows, packed=options.packed),
+        len(held) > 0,
+    )
 
-    model = from_pretrained(folder, dtype="float32" if options.lora == 0 else None)
-    model, wanted = trainable_model(model, options)
+
+class _Parts(NamedTuple):
+    """What a run computes with."""
+
+    state: TrainState
+    frozen: Any
+    optimizer: optax.GradientTransformation
+    rate: optax.Schedule
+    options: StepOptions
+    published: Published
+
+
+def _build(options: RunOptions, steps: int) -> _Parts:
+    loaded = from_pretrained(options.model, dtype="float32" if options.lora == 0 else None)
+    model, wanted = trainable_model(loaded, options)
     warmup = min(round(options.warmup * steps), steps)
     rate = learning_rate(options.peak_rate, steps, warmup=warmup, schedule=options.schedule)
-    with jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
         optimizer = make_optimizer(options.optimizer, rate, weight_decay=options.weight_decay)
         if any(not isinstance(choice, bool) for choice in jax.tree.leaves(wanted)):
             optimizer = optax.chain(optimizer, masked_updates(wanted_leaves(wanted)))
@@ -189,71 +214,17 @@ def finetune(
         balance_loss=options.balance_loss,
         bias_rate=options.bias_rate,
     )
-    published = model.published
-    del model
+    return _Parts(state, frozen, optimizer, rate, step_options, loaded.published)
 
-    def validation_loss(state: TrainState) -> float | None:
-        if not len(held_out):
-            return None
-        rows = in_order(held_data, held_out.tolist(), options.seq_length, options.rows, packed=options.packed)
-        return mean_loss(joined(state, frozen), rows, options.dtype)[0]
 
-    every = options.evaluate_every or max(1, steps // 10)
-    write_json(output / "run.json", _as_json(options))  # everything that can be checked has been
-    with (
-        RunCheckpoints(output / "checkpoints", keep=keep) as checkpoints,
-        MetricsLog(output, on_metrics) as log,
-        StopSignals() as signals,
-    ):
-        done = 0
-        if resume and checkpoints.steps():
-            done = checkpoints.steps()[-1]
-            state = checkpoints.restore(done, state)
-            report.say(f"Resuming behind step {done}.")
-        log.keep(done)
-        initial = {"initial_validation_loss": validation_loss(state)} if done == 0 and len(held_out) else {}
-        source = prefetch(batches.read(done, steps, last_epoch=last_epoch))
-        skipped, began = 0, time.perf_counter()
-        try:
-            for number, batch in enumerate(source, start=done + 1):
-                state, metrics = train_step((frozen, batch, optimizer, step_options), state)
-                line = _line(number, metrics, float(np.asarray(rate(number - 1))), began) | initial
-                initial = {}
-                began = time.perf_counter()
-                if not bool(metrics.finite):
-                    skipped += 1
-                    _nonfinite(number, line, options, batches, report)
-                if number % every == 0 or number == steps:
-                    line["validation_loss"] = validation_loss(state)
-                done = number
-                log.write(line)
-                report.step(line, steps)
-                if number % save_every == 0 or number == steps:
-                    checkpoints.save(number, state, line.get("validation_loss"))
-                signals.check()
-        except KeyboardInterrupt:
-            if done and done not in checkpoints.steps():
-                checkpoints.save(done, state)
-            checkpoints.wait()
-            report.say(f"Stopped behind step {done} of {steps}, which is saved; go on with --resume.")
-            raise
-        checkpoints.wait()
-        log.draw()
-        lines = log.lines
-    # steps are traced once for all models of a shape: what they return may name another model's folder
-    finished = with_published(joined(state, frozen), published)
+def _save(model: KimiLinear, options: RunOptions, output: Path) -> Path:
+    """Writes the result: an adapter, or the whole model in the dtype that it was stored in."""
+    folder = find_weights(options.model)
     if options.lora:
-        save_adapter(finished, output / "adapter", base=str(folder), overwrite=True)
-    else:
-        stored = from_pretrained_dtype(folder)
-        save_pretrained(finished, output / "model", dtype=stored, overwrite=True)
-    return {
-        "steps": steps,
-        "validation_loss_before": lines[0].get("initial_validation_loss"),
-        "validation_loss_after": lines[-1].get("validation_loss"),
-        "skipped_steps": skipped,
-        "output": str(output / ("adapter" if options.lora else "model")),
-    }
+        save_adapter(model, output / "adapter", base=str(folder), overwrite=True)
+        return output / "adapter"
+    save_pretrained(model, output / "model", dtype=stored_dtype(folder), overwrite=True)
+    return output / "model"
 
 
 def trainable_model(model: KimiLinear, options: RunOptions) -> tuple[KimiLinear, Any]:
@@ -274,10 +245,8 @@ def wanted_leaves(wanted: Any) -> Any:
     return jax.tree.map(lambda choice: choice if np.any(choice) else None, wanted)
 
 
-def from_pretrained_dtype(folder: Path) -> str:
+def stored_dtype(folder: Path) -> str:
     """The dtype that most weights of a folder are stored in, to save the result alike."""
-    from kimi_zoo.checkpoints.safetensors import open_checkpoint
-
     sizes: dict[str, int] = {}
     with open_checkpoint(folder) as checkpoint:
         for info in checkpoint.tensors.values():
@@ -370,7 +339,7 @@ def _line(number: int, metrics: Metrics, rate: float, began: float) -> dict[str,
     }
 
 
-def _nonfinite(number: int, line: dict[str, Any], options: RunOptions, batches: Batches, report: Report) -> None:
+def _nonfinite(number: int, line: dict[str, Any], options: RunOptions, report: Report) -> None:
     count = options.rows * options.accumulate
     where = f"rows {(number - 1) * count} to {number * count - 1} of the shuffled data, seed {options.seed}"
     shown = lambda value: "not finite" if value is None else value

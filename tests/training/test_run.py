@@ -21,7 +21,8 @@ from kimi_zoo.bundled import find_weights
 from kimi_zoo.checkpoints.files import CheckpointError
 from kimi_zoo.checkpoints.safetensors import open_checkpoint
 from kimi_zoo.training.checkpoints import RunCheckpoints
-from kimi_zoo.training.run import NonFiniteError, Report, RunOptions, finetune
+from kimi_zoo.training.options import RunOptions
+from kimi_zoo.training.run import NonFiniteError, Report, finetune
 
 STEPS = 12
 

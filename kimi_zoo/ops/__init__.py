@@ -1,5 +1,6 @@
 """Pure functions of arrays: no modules, configs, caches or PRNG keys."""
 
+from kimi_zoo.ops.kda import kda_implementation as kda_implementation
 from kimi_zoo.ops.kda import kda_step as kda_step
 from kimi_zoo.ops.kda import kimi_delta_attention as kimi_delta_attention
 from kimi_zoo.ops.kda_gates import kda_gate as kda_gate

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kimi_zoo.ops.kda_chunked import kda_chunked
-from kimi_zoo.ops.kda_gates import Activation, accumulation_dtype, activate_tokens, check_gate
-from kimi_zoo.ops.kda_recurrent import fused_delta_step, kda_recurrent
-from kimi_zoo.ops.kda_tokamax import TOKAMAX_NAMES, check_tokamax, kda_tokamax
+from kimi_zoo.ops.kda_gates import Activation, Inputs, Tokens, accumulation_dtype, activate_tokens, check_gate
+from kimi_zoo.ops.kda_recurrent import delta_step, kda_recurrent
+from kimi_zoo.ops.kda_tokamax import TOKAMAX_CHUNK, TOKAMAX_NAMES, check_tokamax, kda_tokamax
 from kimi_zoo.ops.packing import check_segments
 from kimi_zoo.ops.varying import vary_alike
 
 IMPLEMENTATIONS = ("recurrent", "chunked", *TOKAMAX_NAMES)
 SMALL_STATE = (
-    8192  # between 64 x 64, where the scan over tokens won on two cores by 2.5 times, and 128 x 128, where it lost
+    8192  # key_dim * value_dim: a CPU scans over tokens faster at 64 x 64 (1.4 to 2 times), slower at 128 x 128
 )
 
 logger = logging.getLogger("kimi_zoo")
@@ -108,8 +108,9 @@ def kimi_delta_attention(
         nothing = [jnp.zeros_like(jnp.sum(x, axis=1), dtype) for x in (query, value)]
         initial_state = nothing[0][..., :, None] * nothing[1][..., None, :]
     states = _initial_states(initial_state.astype(dtype), segment_ids, max_num_segments)
-    operands = vary_alike((query, key, value, gate, beta, states, a_log, dt_bias, segment_ids))
-    output, states = _run(implementation, operands, activation, chunk_size)
+    tokens = Tokens(query, key, value, gate, beta)
+    inputs = vary_alike(Inputs(tokens, states, a_log, dt_bias, segment_ids))
+    output, states = _run(implementation, inputs, activation, chunk_size)
     return output.astype(value.dtype), states if output_final_state else None
 
 
@@ -137,59 +138,90 @@ def kda_step(
         raise ValueError(f"`state` must have shape {(batch, heads, key_dim, value.shape[-1])}, got {state.shape}.")
     dt_bias = None if dt_bias is None else dt_bias.reshape(heads, key_dim)
     activation = Activation(key_dim**-0.5 if scale is None else scale, lower_bound, use_qk_l2norm)
-    token = activate_tokens(query, key, value, gate, beta, None, a_log, dt_bias, activation)
-    state, output = fused_delta_step(state.astype(token[0].dtype), *token)
+    token = activate_tokens(Tokens(query, key, value, gate, beta), None, a_log, dt_bias, activation)
+    state, output = delta_step(state.astype(token.query.dtype), *token)
     return output.astype(value.dtype), state
 
 
-def _run(implementation: str | None, operands: tuple, activation: Activation, chunk_size: int | None):
-    """Output and final states of the implementation asked for; the operands as `kda_chunked` takes them."""
+def _run(implementation: str | None, inputs: Inputs, activation: Activation, chunk_size: int | None):
+    """Output and final states of the implementation asked for."""
     if implementation is None:
-        return _run_best(operands, activation, chunk_size)
+        return _run_best(inputs, activation, chunk_size)
     if implementation == "chunked":
-        return kda_chunked(*operands, activation, chunk_size)
+        return kda_chunked(inputs, activation, chunk_size)
     if implementation == "recurrent":
-        return _recurrent(operands, activation)
-    query, key, value, gate, beta, states, *rest = operands
-    single = states.ndim == 4
-    states = states[:, None] if single else states
-    output, states = kda_tokamax(implementation, query, key, value, gate, beta, states, *rest, activation)
-    return output, states[:, 0] if single else states
+        return _recurrent(inputs, activation)
+    if inputs.states.ndim == 5:
+        return kda_tokamax(implementation, inputs, activation)
+    output, states = kda_tokamax(implementation, inputs._replace(states=inputs.states[:, None]), activation)
+    return output, states[:, 0]
 
 
-def _recurrent(operands: tuple, activation: Activation):
-    *tokens, states, a_log, dt_bias, segment_ids = operands
-    real = None if segment_ids is None else segment_ids > 0
-    output, states = kda_recurrent(*activate_tokens(*tokens, real, a_log, dt_bias, activation), states, segment_ids)
-    return output.astype(operands[2].dtype), states
+def _recurrent(inputs: Inputs, activation: Activation):
+    real = None if inputs.segment_ids is None else inputs.segment_ids > 0
+    tokens = activate_tokens(inputs.tokens, real, inputs.a_log, inputs.dt_bias, activation)
+    output, states = kda_recurrent(*tokens, inputs.states, inputs.segment_ids)
+    return output.astype(inputs.tokens.value.dtype), states
 
 
-def _run_best(operands: tuple, activation: Activation, chunk_size: int | None):
-    key_dim, value_dim = operands[5].shape[-2:]
-    if chunk_size is None and operands[5].ndim == 4 and key_dim * value_dim <= SMALL_STATE:
+def kda_implementation(
+    key_dim: int,
+    value_dim: int,
+    *,
+    platform: str,
+    derivative: bool = False,
+    max_num_segments: int | None = None,
+    chunk_size: int | None = None,
+) -> str:
+    """The implementation that `kimi_delta_attention(..., implementation=None)` runs as.
+
+    **Arguments:**
+
+    - `key_dim`, `value_dim`, `max_num_segments`, `chunk_size`: as there.
+    - `platform`: where the program will run, `"cpu"`, `"gpu"` or `"tpu"`: that of the lowering.
+    - `derivative`: whether a derivative is taken.
+
+    **Returns:** `"recurrent"` for forward passes on a CPU with states of at most 8192 numbers, one state per row and no
+    chunk size asked for, at any length; else `"chunked"`. Measured by `benchmarks/kda.py` on a CPU; elsewhere the
+    chunked form is the one that is right for every gate and differentiable in little memory.
+    """
+    small = key_dim * value_dim <= SMALL_STATE
+    if platform == "cpu" and small and not derivative and max_num_segments is None and chunk_size is None:
+        return "recurrent"
+    return "chunked"
+
+
+def _run_best(inputs: Inputs, activation: Activation, chunk_size: int | None):
+    seq, key_dim = inputs.tokens.key.shape[1], inputs.tokens.key.shape[-1]
+    bounded = inputs.a_log is not None and activation.lower_bound is not None
+    _log_kernel(bounded and key_dim <= 256 and seq % TOKAMAX_CHUNK == 0)
+    segments = inputs.states.shape[1] if inputs.states.ndim == 5 else None
+    value_dim = inputs.states.shape[-1]
+    on_cpu = kda_implementation(key_dim, value_dim, platform="cpu", max_num_segments=segments, chunk_size=chunk_size)
+    if on_cpu == "recurrent":
         _log_choice(
             '"recurrent" where it is lowered to a CPU and not differentiated, "chunked" elsewhere',
             f"on a CPU the scan over tokens is the faster forward pass for states up to {SMALL_STATE} numbers",
         )
-        return _recurrent_or_chunked(operands, activation)
+        return _recurrent_or_chunked(inputs, activation)
     _log_choice('"chunked"', "it takes every gate and is the fastest to differentiate")
-    return kda_chunked(*operands, activation, chunk_size)
+    return kda_chunked(inputs, activation, chunk_size)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _recurrent_or_chunked(operands: tuple, activation: Activation):
-    def recurrent(operands):
-        return _recurrent(operands, activation)
+def _recurrent_or_chunked(inputs: Inputs, activation: Activation):
+    def recurrent(inputs: Inputs):
+        return _recurrent(inputs, activation)
 
-    def chunked(operands):
-        return kda_chunked(*operands, activation, None)
+    def chunked(inputs: Inputs):
+        return kda_chunked(inputs, activation, None)
 
-    return jax.lax.platform_dependent(operands, cpu=recurrent, default=chunked)
+    return jax.lax.platform_dependent(inputs, cpu=recurrent, default=chunked)
 
 
-def _chunked_forward(operands: tuple, activation: Activation):
-    operands = jax.tree.map(jnp.array, operands)  # constants arrive as something that is no `jax.Array`
-    return jax.vjp(lambda operands: kda_chunked(*operands, activation, None), operands)
+def _chunked_forward(inputs: Inputs, activation: Activation):
+    inputs = jax.tree.map(jnp.array, inputs)  # constants arrive as something that is no `jax.Array`
+    return jax.vjp(lambda inputs: kda_chunked(inputs, activation, None), inputs)
 
 
 def _chunked_backward(activation: Activation, pullback, cotangents: tuple):
@@ -205,13 +237,23 @@ def _log_choice(choice: str, reason: str) -> None:
     logger.info("kimi_delta_attention runs as %s: %s.", choice, reason)
 
 
+@functools.cache
+def _log_kernel(possible: bool) -> None:
+    """Says once that a kernel may be faster, on the one platform that has one."""
+    if possible and jax.default_backend() == "tpu":
+        logger.info(
+            'kimi_delta_attention runs as "chunked" on a TPU. For this bounded gate "tokamax_mosaic" may be several '
+            "times faster from generation 6 on. It has not been measured with this package: it has to be asked for."
+        )
+
+
 def _initial_states(
     state: Float[Array, "batch *segments heads key_dim value_dim"],
     segment_ids: Array | None,
     max_num_segments: int | None,
 ) -> Float[Array, "batch *states heads key_dim value_dim"]:
     """The state before each row, or before each segment id: a row's single state belongs to its first segment."""
-    if max_num_segments is None or state.ndim == 5:
+    if max_num_segments is None or segment_ids is None or state.ndim == 5:
         return state
     batch, seq = segment_ids.shape
     first = jnp.zeros((batch,), segment_ids.dtype)
@@ -239,7 +281,8 @@ def _check_tokens(query: Array, key: Array, value: Array, gate: Array, beta: Arr
             raise ValueError(f"`{name}` must have shape {shape} to go with `query`, got {array.shape}.")
     if value.shape[:3] != query.shape[:3]:
         raise ValueError(f"`value` must have {query.shape[:3]} as its first axes, as `query`, got {value.shape}.")
-    return query.shape
+    batch, seq, heads, key_dim = query.shape
+    return batch, seq, heads, key_dim
 
 
 def _check_packing(
@@ -255,7 +298,7 @@ def _check_packing(
         raise ValueError(f"`segment_ids` must be integers, got {segment_ids.dtype}.")
     if max_num_segments is not None and max_num_segments < 1:
         raise ValueError(f"`max_num_segments` must be at least 1, got {max_num_segments}.")
-    allowed = [state_shape]
+    allowed: list[tuple[int, ...]] = [state_shape]
     if max_num_segments is not None:
         allowed.append((state_shape[0], max_num_segments, *state_shape[1:]))
     if initial_state is not None and initial_state.shape not in allowed:

@@ -221,11 +221,9 @@ def _of_blocks(blocks: int) -> np.ndarray:
 
 
 def _apply(weights: np.ndarray, x: Float[Array, "... mid dim"], tiling: Tiling) -> Float[Array, "... rows dim"]:
-    weights = jnp.asarray(weights, x.dtype)
     if tiling.block < tiling.chunk:  # many small products: XLA's CPU backend wants the constant batched as well
-        weights = jnp.ones_like(x[..., :1, :1]) * weights
-        return _matmul(weights, x, tiling)
-    return jnp.einsum("ij,...jk->...ik", weights, x, precision=tiling.precision)
+        return _matmul(jnp.ones_like(x[..., :1, :1]) * jnp.asarray(weights, x.dtype), x, tiling)
+    return jnp.einsum("ij,...jk->...ik", jnp.asarray(weights, x.dtype), x, precision=tiling.precision)
 
 
 def _blocks(x: Float[Array, "... chunk dim"], size: int) -> Float[Array, "... blocks size dim"]:

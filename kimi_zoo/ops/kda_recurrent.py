@@ -17,39 +17,17 @@ def delta_step(
 ) -> tuple[Float[Array, "*batch key_dim value_dim"], Float[Array, "*batch value_dim"]]:
     """One token: decay the state, write the part of the value that the key does not yet recall, read with the query.
 
-    Returns the new state and the output. All in one dtype; the query is already scaled.
+    Returns the new state and the output. All in one dtype; the query is already scaled. Written so that the old state
+    is read once for key and query together, and once more to become the new one.
 
     **Source:** Kimi Linear (arXiv:2510.26692), the recurrence of KDA.
     """
-    state = state * jnp.exp(log_decay)[..., None]
-    recalled = _read(state, key)
-    written = beta[..., None] * (value - recalled)
-    state = state + key[..., None] * written[..., None, :]
-    return state, _read(state, query)
-
-
-def fused_delta_step(
-    state: Float[Array, "*batch key_dim value_dim"],
-    query: Float[Array, "*batch key_dim"],
-    key: Float[Array, "*batch key_dim"],
-    value: Float[Array, "*batch value_dim"],
-    log_decay: Float[Array, "*batch key_dim"],
-    beta: Float[Array, "*batch"],
-) -> tuple[Float[Array, "*batch key_dim value_dim"], Float[Array, "*batch value_dim"]]:
-    """`delta_step` for large states: the old state is read once for key and query together, the new one not at all.
-
-    With `S` decayed and `u` what is written, `(S + k u^T)^T q = S^T q + (k . q) u`.
-    """
     decay = jnp.exp(log_decay)
-    reads = jnp.stack([key, query], axis=-2) * decay[..., None, :]
-    recalled = jnp.einsum("...nk,...kv->...nv", reads, state, precision=jax.lax.Precision.HIGHEST)
-    written = beta[..., None] * (value - recalled[..., 0, :])
-    output = recalled[..., 1, :] + jnp.sum(query * key, axis=-1, keepdims=True) * written
-    return state * decay[..., None] + key[..., None] * written[..., None, :], output
-
-
-def _read(state: Float[Array, "*batch key_dim value_dim"], key: Float[Array, "*batch key_dim"]) -> Array:
-    return jnp.einsum("...k,...kv->...v", key, state, precision=jax.lax.Precision.HIGHEST)
+    both = jnp.stack([key, query], axis=-2) * decay[..., None, :]  # reads what decay leaves of the state
+    read = jnp.matmul(both, state, precision=jax.lax.Precision.HIGHEST)
+    written = beta[..., None] * (value - read[..., 0, :])
+    output = read[..., 1, :] + jnp.sum(query * key, axis=-1, keepdims=True) * written
+    return decay[..., None] * state + key[..., None] * written[..., None, :], output
 
 
 def kda_recurrent(

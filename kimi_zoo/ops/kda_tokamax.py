@@ -1,16 +1,20 @@
 """Kimi Delta Attention through tokamax's public operator: layouts, packing and constraints."""
 
 import logging
-from typing import NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kimi_zoo.ops.kda_gates import Activation
+from kimi_zoo.ops.kda_gates import Activation, Inputs, Tokens
 from kimi_zoo.ops.packing import align_segments, segment_starts
 
 TOKAMAX_CHUNK = 64
-TOKAMAX_NAMES = {"tokamax_xla": "xla", "tokamax_xla_chunked": "xla_chunked", "tokamax_mosaic": "mosaic"}
+TOKAMAX_NAMES: dict[str, Literal["xla", "xla_chunked", "mosaic"]] = {
+    "tokamax_xla": "xla",
+    "tokamax_xla_chunked": "xla_chunked",
+    "tokamax_mosaic": "mosaic",
+}
 
 
 def check_tokamax(
@@ -48,34 +52,25 @@ def check_tokamax(
 
 
 def kda_tokamax(
-    implementation: str,
-    query: Float[Array, "batch seq heads key_dim"],
-    key: Float[Array, "batch seq heads key_dim"],
-    value: Float[Array, "batch seq heads value_dim"],
-    gate: Float[Array, "batch seq heads key_dim"],
-    beta: Float[Array, "batch seq heads"],
-    initial_state: Float[Array, "batch segments heads key_dim value_dim"],
-    a_log: Float[Array, " heads"] | None,
-    dt_bias: Float[Array, "heads key_dim"] | None,
-    segment_ids: Int[Array, "batch seq"] | None,
-    activation: Activation,
+    implementation: str, inputs: Inputs, activation: Activation
 ) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch segments heads key_dim value_dim"]]:
-    """Output of every token and one state per segment id.
+    """Output of every token and one state per segment id; the inputs hold one for each.
 
     tokamax wants segments numbered in order with all padding at the end, so real tokens are moved together first.
 
     **Raises:** `ValueError` when tokamax says that the implementation does not run here.
     """
+    tokens, initial_state, a_log, dt_bias, segment_ids = inputs
     alignment, slots, run_states = None, None, initial_state
     if segment_ids is not None:
         alignment = align_segments(segment_ids, 1, initial_state.shape[1])
-        query, key, value, gate, beta = (alignment.gather(x) for x in (query, key, value, gate, beta))
+        tokens = Tokens(*map(alignment.gather, tokens))
         slots = _number_runs(segment_ids, initial_state.shape[1])
         run_states = _take_states(initial_state, slots.id_of_run)
         segment_ids = alignment.gather(slots.run)
     output, state = _call_tokamax(
         implementation,
-        *(jnp.moveaxis(x, 2, 0) for x in (query, key, value, gate, beta)),
+        *(jnp.moveaxis(x, 2, 0) for x in tokens),
         a_log=a_log,
         delta_time_bias=None if dt_bias is None else dt_bias.reshape(-1),
         scale=activation.scale,
@@ -121,10 +116,11 @@ def _call_tokamax(implementation: str, *args: Array, **kwargs) -> tuple[Array, A
 
     _silence_cache_misses()
     try:
-        return kimi_delta_attention(*args, **kwargs, implementation=TOKAMAX_NAMES[implementation])
+        output, states = kimi_delta_attention(*args, **kwargs, implementation=TOKAMAX_NAMES[implementation])
     except NotImplementedError as error:
         message = f'`implementation="{implementation}"` cannot run here: {error}'
         raise ValueError(message) from error
+    return output, cast(Array, states)  # asked for
 
 
 def _without_cache_misses(record: logging.LogRecord) -> bool:

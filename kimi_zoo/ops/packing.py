@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 
@@ -125,7 +126,7 @@ def check_segments(segment_ids: Int[Array, "batch seq"], max_num_segments: int) 
     returns = (
         "with `max_num_segments`, the tokens of a segment must stand together, but an id in `segment_ids` comes back"
     )
-    if isinstance(most, jax.core.Tracer):
+    if isinstance(most, Tracer):
         segment_ids = eqx.error_if(segment_ids, most > max_num_segments, above)
         return eqx.error_if(segment_ids, apart, returns)
     if most > max_num_segments:

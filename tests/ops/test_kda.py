@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kda_inputs import as_arrays, assert_trees_close, kda_inputs, naive_kda, relative_error, vjp_of_sum
 
 import kimi_zoo.ops.kda
-from kimi_zoo.ops import kda_step, kimi_delta_attention, segment_ids_from_cu_seqlens
+from kimi_zoo.ops import kda_implementation, kda_step, kimi_delta_attention, segment_ids_from_cu_seqlens
 
 # float32 against float64, relative L2: ours stay below 2e-7 (output) and 1e-6 (gradients) in every case here
 OUTPUT_TOLERANCE = 5e-7
@@ -49,15 +49,17 @@ def passes(implementation, inputs, segment_ids=None, dtype=jnp.float32, **static
     return function(inputs, cotangents(inputs), ids)
 
 
-def assert_as_in_float64(inputs, segment_ids=None, implementations=("chunked",)):
+def assert_as_in_float64(
+    inputs, segment_ids=None, implementations=("chunked",), gradient_tolerance=GRADIENT_TOLERANCE, **static
+):
     """Outputs and gradients of float32 against the recurrence in float64."""
     with jax.enable_x64(True):
-        expected, expected_gradients = passes("recurrent", inputs, segment_ids, jnp.float64)
+        expected, expected_gradients = passes("recurrent", inputs, segment_ids, jnp.float64, **static)
     inputs = as_arrays(inputs)
     for implementation in implementations:
-        actual, gradients = passes(implementation, inputs, segment_ids)
+        actual, gradients = passes(implementation, inputs, segment_ids, **static)
         assert_trees_close(actual, expected, OUTPUT_TOLERANCE)
-        assert_trees_close(gradients, expected_gradients, GRADIENT_TOLERANCE)
+        assert_trees_close(gradients, expected_gradients, gradient_tolerance)
 
 
 # -- what it computes ------------------------------------------------------------------------------------------------
@@ -74,9 +76,13 @@ def test_is_the_recurrence(implementation):
     assert_trees_close(actual, expected, 1e-13)
 
 
-@pytest.mark.parametrize("seq", [1, 3, 15, 63, 65, 127])  # around the edges of blocks of 16 and chunks of 64
-def test_chunked_equals_recurrence_at_any_length(seq):
-    assert_as_in_float64(kda_inputs(seq, batch=1, seq=seq, heads=2, decay=0.3))
+# around the edges of blocks of 8 and chunks of 64; one head and more, keys shorter and longer than values
+@pytest.mark.parametrize(
+    "seq, heads, key_dim, value_dim", [(1, 2, 8, 5), (9, 1, 1, 3), (63, 3, 4, 9), (64, 1, 16, 4), (65, 2, 5, 1)]
+)
+def test_chunked_equals_recurrence_at_any_length(seq, heads, key_dim, value_dim):
+    inputs = kda_inputs(seq, batch=1, seq=seq, heads=heads, key_dim=key_dim, value_dim=value_dim, decay=0.3)
+    assert_as_in_float64(inputs)
 
 
 def test_long_sequence():
@@ -110,6 +116,15 @@ def strong_gates():
 def test_any_strength_of_decay(gate):
     inputs = kda_inputs(4) | {"gate": gate.astype(np.float32).astype(np.float64)}
     assert_as_in_float64(inputs, implementations=["chunked", "recurrent"])
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_any_rate_of_decay(lower_bound):
+    inputs = kda_inputs(4, gate="softplus")
+    inputs["a_log"] = np.array([-10.0, 0.0, 10.0])
+    # a rate of 22026 inside the sigmoid multiplies the rounding of its argument: 1e-5 in the gradients
+    tolerance = GRADIENT_TOLERANCE if lower_bound is None else 3e-5
+    assert_as_in_float64(inputs, gradient_tolerance=tolerance, lower_bound=lower_bound, use_qk_l2norm=True)
 
 
 def test_infinite_decay_forgets_everything():
@@ -278,9 +293,10 @@ def test_orthonormal_keys_accumulate_and_strong_decay_forgets():
 def test_rows_do_not_influence_one_another_and_runs_repeat():
     inputs = kda_inputs(5)
     other = {name: np.concatenate([x[:1], kda_inputs(6)[name][1:]]) for name, x in inputs.items()}
-    first, again, third = (passes("chunked", x)[0]["output"] for x in (inputs, inputs, other))
-    assert np.array_equal(first, again)
-    assert np.array_equal(first[0], third[0]) and not np.array_equal(first[1], third[1])
+    first, again, third = (passes("chunked", x) for x in (inputs, inputs, other))
+    assert jax.tree.all(jax.tree.map(np.array_equal, first, again))  # two runs, forward and gradients
+    assert jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x[0], y[0]), first, third))
+    assert not any(jax.tree.leaves(jax.tree.map(lambda x, y: np.array_equal(x[1], y[1]), first, third)))
 
 
 # -- transformations -------------------------------------------------------------------------------------------------
@@ -334,6 +350,25 @@ def test_steps_equal_the_sequence():
     assert relative_error(state, expected["final_state"]) < OUTPUT_TOLERANCE
 
 
+def test_step_updates_the_state_in_place():
+    state = jnp.zeros((2, 3, 8, 5))
+    token = {name: x[:, 0] for name, x in as_arrays(kda_inputs(5, seq=1)).items() if name != "initial_state"}
+    compiled = (
+        jax.jit(lambda state, token: kda_step(**token, state=state), donate_argnums=0).lower(state, token).compile()
+    )
+    text = compiled.as_text()
+    assert " transpose(" not in text and "input_output_alias={ {1}: (0, {}" in text
+    assert compiled(state, token)[1].shape == (2, 3, 8, 5) and state.is_deleted()
+
+
+@pytest.mark.parametrize("seq", [2, 5, 16])  # a continued prompt, tokens proposed by a smaller model
+def test_short_blocks_continue_from_a_state(seq):
+    inputs = as_arrays(kda_inputs(seq, seq=seq, gate="softplus"))
+    results = [run(inputs, use_qk_l2norm=True, implementation=name) for name in ("recurrent", "chunked", None)]
+    assert_trees_close(results[1], results[0], OUTPUT_TOLERANCE)
+    assert_trees_close(results[2], results[0], OUTPUT_TOLERANCE)
+
+
 def test_step_keeps_a_float32_state_and_names_a_wrong_one():
     token = {k: jnp.asarray(x[:, 0], jnp.bfloat16) for k, x in kda_inputs(5, seq=1).items() if k != "initial_state"}
     output, state = kda_step(**token, state=jnp.zeros((2, 3, 8, 5)))
@@ -353,6 +388,18 @@ def test_choice_is_logged_once(caplog, monkeypatch):
     first, second = (record.getMessage() for record in caplog.records)
     assert '"recurrent" where it is lowered to a CPU' in first
     assert 'runs as "chunked"' in second
+
+
+def test_the_platform_of_the_lowering_decides():
+    inputs = as_arrays(kda_inputs(5, seq=128))
+    traced = jax.jit(run).trace(inputs)
+    assert "64x64xf32" not in traced.lower(lowering_platforms=("cpu",)).as_text()  # no chunk's scores
+    assert "64x64xf32" in traced.lower(lowering_platforms=("tpu",)).as_text()
+    asked = functools.partial(kda_implementation, 64, 64)
+    assert asked(platform="cpu") == "recurrent"
+    assert asked(platform="cpu", derivative=True) == asked(platform="tpu") == asked(platform="gpu") == "chunked"
+    assert asked(platform="cpu", max_num_segments=3) == asked(platform="cpu", chunk_size=32) == "chunked"
+    assert kda_implementation(128, 128, platform="cpu") == "chunked"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any, no_type_check  # of checks at run time, as the tests mak
 from kimi_zoo.checkpoints.files import CheckpointError
 
 MAX_PICKLE_BYTES = 1 << 30
+MAX_OPERATIONS = 40_000_000  # each makes at most one small object, so this bounds memory
 
 
 class UnsafePickle(CheckpointError):
@@ -206,7 +207,7 @@ class _Machine:
 
     def run(self) -> Any:
         data, operations = self.data, _OPERATIONS
-        while True:
+        for _ in range(MAX_OPERATIONS):
             code = data[self.position]
             self.position += 1
             if code == 0x2E:  # STOP
@@ -215,6 +216,7 @@ class _Machine:
             if operation is None:
                 raise ValueError(f"operation {code:#04x} is not known")
             operation(self)
+        raise CheckpointError(f"{self.where} is a pickle of more than {MAX_OPERATIONS:,} operations; not read.")
 
     # reading the program
 

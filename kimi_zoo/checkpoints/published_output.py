@@ -20,6 +20,7 @@ class PublishedOutput:
     """A checkpoint in published layout; see `convert.Output`."""
 
     target = "published layout (safetensors)"
+    readers = 2
 
     def __init__(self, opened: Opened, max_shard_size: int | str, keep_prediction: bool, keep_optimizer: bool):
         self.opened = opened

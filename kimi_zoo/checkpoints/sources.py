@@ -164,6 +164,9 @@ class _Published:
     def array(self) -> np.ndarray:
         return self.checkpoint.read(self.info.name)
 
+    def unchecked(self) -> tuple[np.ndarray, int | None]:
+        return self.array(), None
+
     def release(self) -> None:
         self.checkpoint.release(self.info.name)
 

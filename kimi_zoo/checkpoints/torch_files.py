@@ -80,6 +80,10 @@ class Storage:
                     f"{self.where} is damaged: its checksum is {found:08x}, and should be {self.checksum:08x}."
                 )
         self.checked = True
+        return self.unchecked()
+
+    def unchecked(self) -> memoryview:
+        """The bytes, whatever their checksum."""
         return memoryview(self.mapping)[self.start : self.start + self.size]
 
 
@@ -110,8 +114,19 @@ class StoredTensor:
 
         **Raises:** `CheckpointError` if the storage is damaged.
         """
+        return self._view(self.storage.bytes())
+
+    def unchecked(self) -> tuple[np.ndarray, int | None]:
+        """A view of it, and the checksum of its bytes if it is all of its storage and that was not yet verified."""
+        array = self._view(self.storage.unchecked())
+        if self.storage.checked or self.storage.checksum is None:
+            return array, None
+        if array.flags.c_contiguous and array.nbytes == self.storage.size:
+            return array, self.storage.checksum
+        return self.array(), None
+
+    def _view(self, raw: memoryview) -> np.ndarray:
         width = self.dtype.itemsize
-        raw = self.storage.bytes()
         strides = tuple(stride * width for stride in self.strides)
         return np.ndarray(self.shape, self.dtype, buffer=raw, offset=self.offset * width, strides=strides)
 

@@ -18,7 +18,8 @@ import numpy as np
 from kimi_zoo.checkpoints.blocks import Block, Blocks, Source
 from kimi_zoo.checkpoints.files import CheckpointError, join_problems
 from kimi_zoo.checkpoints.pickles import Name, StandIn, read_pickle
-from kimi_zoo.checkpoints.torch_files import DTYPES, StoredTensor, map_bytes, read_archive, release_pages
+from kimi_zoo.checkpoints.torch_files import map_bytes, read_archive
+from kimi_zoo.checkpoints.torch_storage import DTYPES, StoredTensor, release_pages
 
 METADATA = ".metadata"
 MAX_OPEN_FILES = 200

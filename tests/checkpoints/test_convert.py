@@ -505,9 +505,7 @@ def test_inspect_of_what_cannot_be_converted(tmp_path):
     found = summarize(unpacked() / "malformed" / "unknown_key" / "megatron")
     assert any("mystery_proj.weight is not a parameter that is known" in note for note in found.notes)
     assert any("mystery_proj" in info.name for info in found.tensors)
-    with pytest.raises(
-        CheckpointError, match=r"iteration\.txt names iter_0000005, which is not there; present: iter_0000004"
-    ):
+    with pytest.raises(CheckpointError, match="names iter_0000005, which is not there; present: iter_0000004"):
         summarize(DATA / "field_cases" / "megatron_tracker_missing_iter")
 
 

@@ -21,8 +21,9 @@ from kimi_zoo.checkpoints.files import CheckpointError
 from kimi_zoo.checkpoints.pickle_writing import write_pickle
 from kimi_zoo.checkpoints.pickles import UnsafePickle
 from kimi_zoo.checkpoints.safetensors import open_checkpoint
-from kimi_zoo.checkpoints.torch_files import DTYPES, StoredTensor, open_torch_file, plain
+from kimi_zoo.checkpoints.torch_files import open_torch_file, plain
 from kimi_zoo.checkpoints.torch_saving import write_archive
+from kimi_zoo.checkpoints.torch_storage import DTYPES, StoredTensor
 
 
 @pytest.mark.parametrize("file", ["zip.pt", "legacy.pt", "protocol4.pt", "nested.pt"])

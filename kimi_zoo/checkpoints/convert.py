@@ -75,10 +75,15 @@ class Conversion:
 
 @runtime_checkable
 class Output(Protocol):
-    """One format that can be written; `readers`: how many threads may read its tensors back."""
+    """One format that can be written.
+
+    `readers`: how many threads may read its tensors back; `same_names`: whether `Watch` sees them under the names that
+    they are read back by.
+    """
 
     target: str
     readers: int
+    same_names: bool
 
     def files(self) -> dict[str, int]:
         """Weight files and the bytes of their tensors."""
@@ -261,7 +266,7 @@ def _write(output: Output, staging: Staging, report: Callable[[str, int, int], N
             watch.checksums |= staging.done[file]["checksums"]
             watch.not_finite += staging.done[file]["not_finite"]
             continue
-        fresh = Watch(advance)
+        fresh = Watch(advance, summed=output.same_names)
         (staging.folder / file).parent.mkdir(parents=True, exist_ok=True)
         with closing(fresh):
             facts = output.write(staging.folder, file, fresh)

@@ -42,6 +42,11 @@ class Source(Protocol):
         """
         ...
 
+    def unchecked(self) -> tuple[np.ndarray, int | None]:
+        """A view of it, and the CRC-32 that its bytes, in order, must have and that whoever reads them must compare;
+        `None` if there is nothing left to verify."""
+        ...
+
     def release(self) -> None:
         """Gives back the memory that mirrors it."""
         ...
@@ -53,19 +58,41 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangle of a tensor: where it begins, its shape, and how it is cut out of what is stored."""
+    """A rectangle of a tensor: where it begins, its shape, and how it is cut out of what is stored.
+
+    `intact`: whether it has all of the source's values in the source's order.
+    """
 
     offset: Shape
     shape: Shape
     source: Source
     views: tuple[View, ...] = ()
+    intact: bool = True
 
     def array(self) -> np.ndarray:
         """Its values."""
-        array = self.source.array()
+        return self._view(self.source.array())
+
+    def unchecked(self) -> tuple[np.ndarray, int | None]:
+        """Its values, and the checksum that whoever reads them in order must compare, if there is one."""
+        if not self.intact:
+            return self.array(), None
+        array, checksum = self.source.unchecked()
+        return self._view(array), checksum
+
+    def _view(self, array: np.ndarray) -> np.ndarray:
         for view in self.views:
             array = view(array)
         return array
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of a tensor's bytes: in short parts, with the checksum that they must have if that is still to be seen."""
+
+    parts: Iterator[np.ndarray]
+    checksum: int | None
+    where: str
 
 
 @dataclass(frozen=True)
@@ -98,8 +125,10 @@ class Blocks:
             cut = (*(slice(None) for _ in range(axis)), slice(begin - low, end - low))
             offset = _with(block.offset, axis, begin - start)
             whole = (begin, end) == (low, high)
-            views = block.views if whole else (*block.views, lambda array, cut=cut: array[cut])
-            blocks.append(replace(block, offset=offset, shape=_with(block.shape, axis, end - begin), views=views))
+            if not whole:
+                views = (*block.views, lambda array, cut=cut: array[cut])
+                block = replace(block, shape=_with(block.shape, axis, end - begin), views=views, intact=False)
+            blocks.append(replace(block, offset=offset))
         return Blocks(_with(self.shape, axis, stop - start), self.dtype, tuple(blocks))
 
     def cut(self, axis: int, sizes: Sequence[int]) -> list["Blocks"]:
@@ -146,14 +175,14 @@ class Blocks:
     def transposed(self) -> "Blocks":
         """A matrix with rows and columns swapped."""
         blocks = tuple(
-            Block(block.offset[::-1], block.shape[::-1], block.source, (*block.views, np.transpose))
+            Block(block.offset[::-1], block.shape[::-1], block.source, (*block.views, np.transpose), intact=False)
             for block in self.blocks
         )
         return Blocks(self.shape[::-1], self.dtype, blocks)
 
     def mapped(self, function: View) -> "Blocks":
         """`function` of every element: it keeps shape and dtype."""
-        blocks = tuple(replace(block, views=(*block.views, function)) for block in self.blocks)
+        blocks = tuple(replace(block, views=(*block.views, function), intact=False) for block in self.blocks)
         return replace(self, blocks=blocks)
 
     def read(self) -> np.ndarray:
@@ -170,15 +199,29 @@ class Blocks:
 
     def stream(self) -> Iterator[np.ndarray]:
         """All bytes in row-major order, as short one-dimensional arrays of uint8; each is valid until the next."""
+        for piece in self._pieces(lambda block: (block.array(), None)):
+            yield from piece.parts
+
+    def pieces(self) -> Iterator[Piece]:
+        """The same in runs; for those with a checksum the caller must compare it with that of the bytes."""
+        return self._pieces(lambda block: block.unchecked())
+
+    def _pieces(self, read: Callable[[Block], tuple[np.ndarray, int | None]]) -> Iterator[Piece]:
         if not self.nbytes:
             return
         blocks = sorted(self.blocks, key=lambda block: block.offset)
         inner = math.prod(self.shape[1:]) * self.dtype.itemsize if self.shape else self.dtype.itemsize
-        whole_rows = all(block.shape[1:] == self.shape[1:] for block in blocks)
-        if whole_rows or not self.shape:
+        if not self.shape or all(block.shape[1:] == self.shape[1:] for block in blocks):
             for block in blocks:
-                yield from _stream_array(block.array(), inner)
-            return
+                array, checksum = read(block)
+                if checksum is not None and not array.flags.c_contiguous:
+                    array, checksum = block.array(), None
+                yield Piece(_stream_array(array, inner), checksum, block.source.where)
+        else:
+            yield Piece(self._rows(inner), None, blocks[0].source.where)
+
+    def _rows(self, inner: int) -> Iterator[np.ndarray]:
+        """A few rows at a time, put together from blocks that hold parts of rows."""
         rows = max(1, STEP // inner)
         buffer = np.empty((min(rows, self.shape[0]), *self.shape[1:]), self.dtype)
         for start in range(0, self.shape[0], rows):
@@ -249,6 +292,10 @@ class Zeros:
         """Zeros."""
         return np.broadcast_to(np.zeros((), self.dtype), self.shape)
 
+    def unchecked(self) -> tuple[np.ndarray, int | None]:
+        """Zeros, with nothing to verify."""
+        return self.array(), None
+
     def release(self) -> None:
         """Nothing to give back."""
 
@@ -269,6 +316,10 @@ class Computed:
     def array(self) -> np.ndarray:
         """The values."""
         return self.make()
+
+    def unchecked(self) -> tuple[np.ndarray, int | None]:
+        """The values, with nothing to verify."""
+        return self.array(), None
 
     def release(self) -> None:
         """Nothing to give back."""

@@ -4,7 +4,8 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -74,9 +75,15 @@ class Conversion:
 
 @runtime_checkable
 class Output(Protocol):
-    """One format that can be written."""
+    """One format that can be written.
+
+    `readers`: how many threads may read its tensors back; `same_names`: whether `Watch` sees them under the names that
+    they are read back by.
+    """
 
     target: str
+    readers: int
+    same_names: bool
 
     def files(self) -> dict[str, int]:
         """Weight files and the bytes of their tensors."""
@@ -259,9 +266,10 @@ def _write(output: Output, staging: Staging, report: Callable[[str, int, int], N
             watch.checksums |= staging.done[file]["checksums"]
             watch.not_finite += staging.done[file]["not_finite"]
             continue
-        fresh = Watch(advance)
+        fresh = Watch(advance, summed=output.same_names)
         (staging.folder / file).parent.mkdir(parents=True, exist_ok=True)
-        facts = output.write(staging.folder, file, fresh)
+        with closing(fresh):
+            facts = output.write(staging.folder, file, fresh)
         staging.record(file, {**facts, "checksums": fresh.checksums, "not_finite": fresh.not_finite})
         watch.checksums |= fresh.checksums
         watch.not_finite += fresh.not_finite
@@ -294,10 +302,17 @@ def _verify(output: Output, folder: Path, checksums: Mapping[str, int], report: 
                 f"{name} was written as {tensor.dtype} {list(tensor.shape)}; "
                 f"expected {wanted.dtype} {list(wanted.shape)}."
             )
-        if _checksum(tensor) != (checksums[name] if name in checksums else _checksum(wanted)):
-            raise CheckpointError(f"{name} does not read back as it was written. Is the disk or memory faulty?")
-        done += tensor.nbytes
-        report("verifying", done, total)
+
+    def equal(name: str) -> bool:
+        known = checksums.get(name)
+        return _checksum(written[name]) == (_checksum(expected[name]) if known is None else known)
+
+    with ThreadPoolExecutor(output.readers) as readers:
+        for name, same in zip(written, readers.map(equal, written), strict=True):
+            if not same:
+                raise CheckpointError(f"{name} does not read back as it was written. Is the disk or memory faulty?")
+            done += written[name].nbytes
+            report("verifying", done, total)
     return len(written)
 
 

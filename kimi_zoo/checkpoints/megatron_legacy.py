@@ -21,7 +21,8 @@ from kimi_zoo.checkpoints.megatron_sections import Misfit, cut_rank, join_ranks
 from kimi_zoo.checkpoints.pickles import StandIn
 from kimi_zoo.checkpoints.safetensors_header import FLOAT_DTYPES
 from kimi_zoo.checkpoints.tables.megatron import Row
-from kimi_zoo.checkpoints.torch_files import StoredTensor, TorchFile, open_torch_file, plain
+from kimi_zoo.checkpoints.torch_files import TorchFile, open_torch_file, plain
+from kimi_zoo.checkpoints.torch_storage import StoredTensor
 
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 FILES = ("model_optim_rng.pt", "model_rng.pt")

@@ -19,7 +19,8 @@ from kimi_zoo.checkpoints.pickles import StandIn
 from kimi_zoo.checkpoints.quantized import dequantize
 from kimi_zoo.checkpoints.safetensors import AbstractCheckpoint, TensorInfo, check_copy, open_checkpoint
 from kimi_zoo.checkpoints.torch_dist import is_dist_checkpoint, open_dist_checkpoint
-from kimi_zoo.checkpoints.torch_files import StoredTensor, open_torch_file
+from kimi_zoo.checkpoints.torch_files import open_torch_file
+from kimi_zoo.checkpoints.torch_storage import StoredTensor
 from kimi_zoo.models.kimi_linear_config import KimiLinearConfig
 
 KINDS = {
@@ -163,6 +164,9 @@ class _Published:
 
     def array(self) -> np.ndarray:
         return self.checkpoint.read(self.info.name)
+
+    def unchecked(self) -> tuple[np.ndarray, int | None]:
+        return self.array(), None
 
     def release(self) -> None:
         self.checkpoint.release(self.info.name)

@@ -18,10 +18,12 @@ import numpy as np
 from kimi_zoo.checkpoints.blocks import Block, Blocks, Source
 from kimi_zoo.checkpoints.files import CheckpointError, join_problems
 from kimi_zoo.checkpoints.pickles import Name, StandIn, read_pickle
-from kimi_zoo.checkpoints.torch_files import DTYPES, StoredTensor, map_bytes, read_archive, release_pages
+from kimi_zoo.checkpoints.torch_files import map_bytes, read_archive
+from kimi_zoo.checkpoints.torch_storage import DTYPES, StoredTensor, release_pages
 
 METADATA = ".metadata"
 MAX_OPEN_FILES = 200
+MAX_BESIDE = 10_000  # chunks of one tensor that share a range of the first axis
 
 
 class Mappings:
@@ -91,6 +93,10 @@ class Chunk:
         array = self.open().array()
         self._checked = True
         return array
+
+    def unchecked(self) -> tuple[np.ndarray, int | None]:
+        """A view of it, and the checksum that is still to be compared."""
+        return self.open().unchecked()
 
     def release(self) -> None:
         """Gives back the memory that mirrors it, and the view of its file."""
@@ -268,6 +274,8 @@ def check_cover(name: str, shape: tuple[int, ...], blocks: list[Block]) -> None:
     for block in sorted(blocks, key=lambda block: block.offset):
         if shape:
             active = [other for other in active if other.offset[0] + other.shape[0] > block.offset[0]]
+        if len(active) > MAX_BESIDE:
+            raise CheckpointError(f"{name:.100} {list(shape)} is cut into more than {MAX_BESIDE} chunks side by side.")
         for other in active:
             if _overlap(block, other):
                 raise CheckpointError(

@@ -10,133 +10,20 @@ import mmap
 import os
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, no_type_check
 
-import ml_dtypes
 import numpy as np
 
-from kimi_zoo.checkpoints.blocks import STEP, Source
 from kimi_zoo.checkpoints.files import CheckpointError
 from kimi_zoo.checkpoints.pickles import Name, StandIn, read_pickle
-
-DTYPES: dict[str, np.dtype] = {
-    **{name: np.dtype(name) for name in "float64 float32 float16 int64 int32 int16 int8".split()},
-    **{name: np.dtype(name) for name in "uint64 uint32 uint16 uint8 bool complex64 complex128".split()},
-    **{name: np.dtype(getattr(ml_dtypes, name)) for name in "bfloat16 float8_e4m3fn float8_e5m2".split()},
-    **{name: np.dtype(getattr(ml_dtypes, name)) for name in "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu".split()},
-}
-"""torch's name of a dtype -> numpy's."""
-
-STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-    "UntypedStorage": "uint8",
-}
-"""torch's storage classes -> the dtype of their elements."""
+from kimi_zoo.checkpoints.torch_storage import DTYPES, STORAGES, Storage, StoredTensor
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
 EXPANDED_LIMIT = 1 << 30  # bytes of a tensor whose strides repeat what is stored
-
-
-@dataclass
-class Storage:
-    """Bytes in a mapped file: `size` from `start` on, with the checksum they should have."""
-
-    mapping: mmap.mmap
-    start: int
-    size: int
-    checksum: int | None
-    where: str
-    checked: bool = False
-
-    def bytes(self) -> memoryview:
-        """The bytes.
-
-        **Raises:** `CheckpointError` if their checksum is wrong.
-        """
-        if not self.checked and self.checksum is not None:
-            found = 0
-            for at in range(self.start, self.start + self.size, STEP):
-                end = min(at + STEP, self.start + self.size)
-                found = zlib.crc32(memoryview(self.mapping)[at:end], found)
-                release_pages(self.mapping, at, end - at)
-            if found != self.checksum:
-                raise CheckpointError(
-                    f"{self.where} is damaged: its checksum is {found:08x}, and should be {self.checksum:08x}."
-                )
-        self.checked = True
-        return memoryview(self.mapping)[self.start : self.start + self.size]
-
-
-def release_pages(mapping: mmap.mmap, start: int, size: int) -> None:
-    """Gives back the memory that mirrors these bytes of a mapped file."""
-    if hasattr(mmap, "MADV_DONTNEED") and size:
-        begin = start - start % mmap.PAGESIZE
-        mapping.madvise(mmap.MADV_DONTNEED, begin, start + size - begin)
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of a file: a view of a storage. Strides and offset count elements."""
-
-    storage: Storage
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-    @property
-    def where(self) -> str:
-        """The file it lies in."""
-        return self.storage.where
-
-    def array(self) -> np.ndarray:
-        """A read-only view of it.
-
-        **Raises:** `CheckpointError` if the storage is damaged.
-        """
-        width = self.dtype.itemsize
-        raw = self.storage.bytes()
-        strides = tuple(stride * width for stride in self.strides)
-        return np.ndarray(self.shape, self.dtype, buffer=raw, offset=self.offset * width, strides=strides)
-
-    def release(self) -> None:
-        """Gives back the memory that mirrors it."""
-        release_pages(self.storage.mapping, self.storage.start, self.storage.size)
-
-    def same_bytes(self, other: Source) -> bool:
-        """Whether another tensor holds the same values; equal checksums of whole storages are enough."""
-        if not isinstance(other, StoredTensor):
-            return _same_values(self, other)
-        mine, theirs = self.storage, other.storage
-        layout = lambda t: (t.dtype, t.shape, t.strides, t.offset, t.storage.size)
-        if mine.checksum is not None and theirs.checksum is not None and layout(self) == layout(other):
-            whole = math.prod(self.shape) * self.dtype.itemsize == mine.size
-            if mine.checksum == theirs.checksum or whole:
-                return mine.checksum == theirs.checksum
-        return _same_values(self, other)
-
-
-def _same_values(one: Source, other: Source) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    bits = f"u{one.dtype.itemsize}" if one.dtype.itemsize in (1, 2, 4, 8) else one.dtype
-    return np.array_equal(one.array().view(bits), other.array().view(bits))
 
 
 @dataclass

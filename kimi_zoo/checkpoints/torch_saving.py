@@ -10,7 +10,7 @@ import numpy as np
 from kimi_zoo.checkpoints.blocks import Blocks
 from kimi_zoo.checkpoints.pickle_writing import Made, Outside, write_pickle
 from kimi_zoo.checkpoints.pickles import Name
-from kimi_zoo.checkpoints.torch_files import DTYPES, STORAGES
+from kimi_zoo.checkpoints.torch_storage import DTYPES, STORAGES
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _TYPED = {DTYPES[name]: kind for kind, name in STORAGES.items() if kind != "UntypedStorage"}

@@ -11,7 +11,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import tiny
+from helpers import DATA, tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron_cases import case_names, copy_of, random_model, tensors_of, unpacked
@@ -22,6 +22,7 @@ from kimi_zoo.checkpoints.megatron import open_megatron
 from kimi_zoo.checkpoints.megatron_legacy import Legacy
 from kimi_zoo.checkpoints.safetensors import save_tensors
 from kimi_zoo.checkpoints.staging import partial_folder
+from kimi_zoo.checkpoints.summary import summarize
 from kimi_zoo.checkpoints.watch import finite_check
 
 LAYOUTS = st.builds(
@@ -49,7 +50,7 @@ LAYOUTS = st.builds(
     dtype=st.sampled_from([ml_dtypes.bfloat16, np.float32, np.float16]),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_there_and_back(tmp_path_factory, layout, gate, rank, mla, shared, tied, dtype, seed):
     """Any layout, cut for any ranks, gives the same bytes back; written again from those, the same files."""
     config = tiny(
@@ -473,3 +474,52 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
         found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         assert found["growth"] < 100e6, (one, other, found)
         assert found["jax"] is False
+
+
+# inspect
+
+
+def run_inspect(path, *arguments):
+    command = [sys.executable, "-m", "kimi_zoo", "inspect", str(path), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", ["td_hybrid_pp2_ep2_etp1", "legacy_gpt_tp2_pp2_vpp2_sequential", "fsdp_dtensor_gpt"])
+def test_inspect_shows_the_same_model(name):
+    case = unpacked() / name
+    ours, published = (summarize(case / folder) for folder in ("megatron", "hf"))
+    for field in ("layers", "parameters", "active", "routing", "parts", "dtypes", "memory"):
+        assert getattr(ours, field) == getattr(published, field), field
+    assert ours.run["iteration"] == 10 and ours.format.startswith("Megatron")
+
+
+def test_inspect_of_what_cannot_be_converted(tmp_path):
+    """Arguments alone; parameters that are not known: shown as far as they go, with the reason."""
+    found = summarize(DATA / "field_cases" / "megatron_args_namespace")
+    assert found.run["iteration"] == 5 and found.run["args"] == {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "padded_vocab_size": 16,
+        "tensor_model_parallel_size": 1,
+    }
+    found = summarize(unpacked() / "malformed" / "unknown_key" / "megatron")
+    assert any("mystery_proj.weight is not a parameter that is known" in note for note in found.notes)
+    assert any("mystery_proj" in info.name for info in found.tensors)
+    with pytest.raises(CheckpointError, match="names iter_0000005, which is not there; present: iter_0000004"):
+        summarize(DATA / "field_cases" / "megatron_tracker_missing_iter")
+
+
+def test_inspect_as_a_command():
+    done = run_inspect(unpacked() / "td_gpt_two_stage" / "megatron", "--tensors")
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "Megatron torch_dist",
+        "iteration 10, TP 2",
+        "57 entries of the optimizer",
+        "self_attn.f_a_proj.weight",
+    ):
+        assert text in done.stdout
+    found = json.loads(run_inspect(unpacked() / "torch" / "dcp", "--json").stdout)
+    assert found["format"] == "torch distributed checkpoint" and found["loaded"] and found["parameters"]["total"]
+    bad = run_inspect(unpacked() / "malformed" / "metadata_code_pickle" / "megatron")
+    assert bad.returncode == 2 and "names 'io.open'" in bad.stderr and "Traceback" not in bad.stderr

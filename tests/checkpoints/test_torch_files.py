@@ -5,6 +5,7 @@ import io
 import random
 import shutil
 import zipfile
+import zlib
 
 import ml_dtypes
 import numpy as np
@@ -15,12 +16,14 @@ from hypothesis.extra import numpy as arrays
 from megatron_cases import unpacked
 
 from kimi_zoo.checkpoints.blocks import Blocks, Computed, join, stack, whole
+from kimi_zoo.checkpoints.checksums import crc32_combine
 from kimi_zoo.checkpoints.files import CheckpointError
 from kimi_zoo.checkpoints.pickle_writing import write_pickle
 from kimi_zoo.checkpoints.pickles import UnsafePickle
 from kimi_zoo.checkpoints.safetensors import open_checkpoint
-from kimi_zoo.checkpoints.torch_files import DTYPES, StoredTensor, open_torch_file, plain
+from kimi_zoo.checkpoints.torch_files import open_torch_file, plain
 from kimi_zoo.checkpoints.torch_saving import write_archive
+from kimi_zoo.checkpoints.torch_storage import DTYPES, StoredTensor
 
 
 @pytest.mark.parametrize("file", ["zip.pt", "legacy.pt", "protocol4.pt", "nested.pt"])
@@ -298,3 +301,11 @@ def test_stand_ins_as_json():
     args = plain(open_torch_file(next((unpacked() / "legacy_gpt_ep2").rglob("*.pt"))).value["args"])
     assert args["params_dtype"] == "torch.bfloat16" and args["num_layers"] == 2
     assert args["attention_backend"].startswith("megatron.core.transformer.enums.AttnBackend(")
+
+
+@given(first=st.binary(max_size=200), second=st.binary(max_size=200), zeros=st.integers(0, 1 << 20))
+@settings(max_examples=60, deadline=None)
+def test_checksums_of_parts_are_combined(first, second, zeros):
+    second = second + b"\0" * zeros
+    both = crc32_combine(zlib.crc32(first), zlib.crc32(second), len(second))
+    assert both == zlib.crc32(first + second)

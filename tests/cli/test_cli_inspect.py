@@ -93,7 +93,7 @@ def test_json_report(capsys):
     report = json.loads(capsys.readouterr().out)
     summary = summarize(TINY)
     documented = (
-        "path model_type loaded config quantization files companions pattern layers parameters routing parts dtypes "
+        "path format run model_type loaded config quantization files companions pattern layers parameters routing parts dtypes "
         "memory_per_sequence notes tensors"
     )
     assert " ".join(report) == documented

@@ -1,6 +1,7 @@
 """A stack of layers: equal ones held together along a leading axis and scanned, each still readable and replaceable."""
 
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -33,9 +34,15 @@ class LayerStack(eqx.Module):
     def locate(self, index: int) -> tuple[int, int, int]:
         """Where layer `index` is stored: section, position in its unit, place along the leading axis.
 
-        **Raises:** `IndexError` for a layer that does not exist.
+        **Raises:** `IndexError` for a layer that does not exist, `TypeError` for anything but a whole number.
         """
         size = len(self)
+        try:
+            index = operator.index(index)
+        except TypeError:
+            raise TypeError(
+                f"Layers are read one at a time, by a whole number: `[stack[i] for i in range(1, 3)]`; got {index!r}."
+            ) from None
         if not -size <= index < size:
             raise IndexError(f"Layer {index} of a stack of {size} layers does not exist.")
         index %= size

@@ -252,6 +252,21 @@ def test_layers_are_read_one_at_a_time(unchecked, model):
             model.layers[index]
 
 
+def test_examples_by_vmap(tokens):
+    """A function of one row under `jax.vmap`: outputs and the gradients of every example."""
+    model = kz.KimiLinear(tiny(layer_kinds=("mla",), mlp_kinds=("moe",)), key=jr.key(1))
+
+    def loss(model, row):
+        logits = model(row[None], segment_ids=jnp.ones_like(row)[None])[0]
+        return jnp.sin(logits).sum(), logits
+
+    gradient = eqx.filter_grad(loss, has_aux=True)
+    grads, logits = eqx.filter_jit(eqx.filter_vmap(gradient, in_axes=(None, 0)))(model, tokens[:, :5])
+    assert_close(logits, eqx.filter_jit(model)(tokens[:, :5]), atol=ATOL)
+    expected, _ = eqx.filter_jit(gradient)(model, tokens[1, :5])
+    assert_close(jax.tree.map(lambda leaf: leaf[1], grads), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_many_experts(getkey):
     """No cap on the number of experts: 896, of which 16 distinct ones are chosen."""
     router = kz.Router(8, 896, top_k=16, key=getkey())

@@ -142,7 +142,7 @@ def _scan_groups(body: Callable, carry: Any, arrays: Any, count: int, group: int
 
 
 def stack_layers(layers: Sequence[Any]) -> LayerStack:
-    """Stacks layers, equal units of them along a leading axis."""
+    """Stacks layers, equal units of them along a leading axis. Shapes may stand in the place of arrays."""
     sections, repeats, start = [], [], 0
     for length, count in plan_sections([signature(layer) for layer in layers]):
         members = layers[start : start + length * count]
@@ -188,4 +188,9 @@ def _lead(layer: Any) -> Any:
 
 
 def _join(layers: Sequence[Any]) -> Any:
-    return jtu.tree_map(lambda *leaves: jnp.stack(leaves) if eqx.is_array(leaves[0]) else leaves[0], *layers)
+    def join(first: Any, *others: Any) -> Any:
+        if isinstance(first, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((1 + len(others), *first.shape), first.dtype)
+        return jnp.stack((first, *others)) if eqx.is_array(first) else first
+
+    return jtu.tree_map(join, *layers)

@@ -154,7 +154,7 @@ def _mlp(config: KimiLinearConfig, layer: int, *, key: PRNGKeyArray) -> MLP | Mo
 class Published:
     """How the checkpoint that a model came from writes what can be written in several ways, so that it is saved alike.
 
-    `spellings` holds, per row of the checkpoint table, which of its names and shapes was found (0, the usual one, is
+    `spellings` holds, per tensor (by its usual name), which of its names and shapes was found (0, the usual one, is
     left out). `source` is the folder, from which tokenizer files are carried over; `config` the text of its
     `config.json`. Records that differ in these two are equal, so that models from different folders share compiled
     programs and mix in `jax.tree.map`. The price: a model that a jitted function *returns* may carry the record of

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
@@ -27,7 +27,10 @@ def with_dtypes(skeleton: KimiLinear, dtypes: Mapping[tuple[int | None, str], An
 
     def retyped(tree: Any, layer: int | None) -> Any:
         paths = [path for number, path in dtypes if number == layer]
-        shapes = [jax.ShapeDtypeStruct(get_leaf(tree, path).shape, dtypes[layer, path]) for path in paths]
+        leaves: list[Any] = [get_leaf(tree, path) for path in paths]
+        shapes = [
+            jax.ShapeDtypeStruct(leaf.shape, dtypes[layer, path]) for leaf, path in zip(leaves, paths, strict=True)
+        ]
         return eqx.tree_at(lambda t: [get_leaf(t, path) for path in paths], tree, shapes)
 
     layers = [retyped(layer_skeleton(skeleton, number), number) for number in range(len(skeleton.layers))]
@@ -70,7 +73,7 @@ def _compare(actual: Any, expected: Any, path: str) -> Iterator[str]:
         yield f"{path} is {_text(actual)}; the configuration makes it {_text(expected)}"
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: Any) -> TypeGuard[jax.Array | jax.ShapeDtypeStruct]:
     return eqx.is_array(value) or isinstance(value, jax.ShapeDtypeStruct)
 
 

@@ -7,9 +7,9 @@ synchronisation at every step: there, ids outside the vocabulary are read as the
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int32, Integer
 
 AnyArray = Array | np.ndarray
@@ -92,6 +92,6 @@ def as_integers(name: str, value: Any) -> Int32[Array, "..."]:
 
 def known_values(array: Array) -> np.ndarray | None:
     """The values of an array; `None` if it is traced, or spread over machines."""
-    if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
+    if isinstance(array, Tracer) or not array.is_fully_addressable:
         return None
     return np.asarray(array)

@@ -34,8 +34,8 @@ def route(
 
     - `router_logits`: float32, since a rounding decides who is chosen.
     - `activation`: `"sigmoid"` or `"softmax"`, logits to scores.
-    - `renormalize`: whether the chosen scores are divided by their sum; `scale` multiplies the weights afterwards,
-        once.
+    - `renormalize`: whether the chosen scores are divided by their sum, if there are several. One alone keeps its
+        score, as in the published code (in transformers it becomes 1). `scale` multiplies the weights afterwards, once.
 
     **Raises:** `ValueError` for an unknown activation or counts that do not fit one another.
 
@@ -59,7 +59,7 @@ def route(
         choice = jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(tokens, experts)
     expert_ids = jax.lax.top_k(choice, top_k)[1]
     weights = jnp.take_along_axis(scores, expert_ids, axis=1)
-    if renormalize:
+    if renormalize and top_k > 1:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     return expert_ids, weights * scale
 

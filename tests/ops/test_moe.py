@@ -52,6 +52,12 @@ def test_groups_keep_the_best_two_scores():
     assert softmax.tolist() == [[0]] and plain[0, 0] == pytest.approx(2 * float(jax.nn.softmax(logits)[0, 0]), rel=1e-6)
 
 
+def test_a_single_expert_keeps_its_score():
+    """As in the published code: divided by itself, its weight would say nothing and the router would not learn."""
+    _, weights = moe.route(jnp.asarray([[0.0, -1.0]]), None, top_k=1, renormalize=True, scale=3.0)
+    assert weights.tolist() == [[1.5]]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -31,7 +31,7 @@ from kimi_zoo.checkpoints.files import (
 from kimi_zoo.checkpoints.quantized import dequantize
 from kimi_zoo.checkpoints.rows import Entry, get_leaf, shape_text
 from kimi_zoo.checkpoints.safetensors import AbstractCheckpoint, LazyTensor, open_checkpoint, save_tensors
-from kimi_zoo.checkpoints.skeleton import differences, model_skeleton
+from kimi_zoo.checkpoints.skeleton import differences, model_skeleton, with_dtypes
 from kimi_zoo.checkpoints.sources import (
     PublishedTensors,
     open_source,
@@ -99,9 +99,10 @@ def from_pretrained(
             raise CheckpointError(
                 f"{folder} does not hold the model that its config.json describes:\n" + join_problems(problems)
             )
-        spellings = {source.entry.row.leaf: source.spelling for source in sources if source.spelling != (0, 0)}
-        published = Published(root, tuple(sorted(spellings.items())), tied_head, str(folder.resolve()), json.dumps(raw))
-        return _fill(with_published(skeleton, published), checkpoint, sources, target, mesh, progress)
+        spellings = tuple((source.entry.name(0), source.spelling) for source in sources if source.spelling != (0, 0))
+        published = Published(root, spellings, tied_head, str(folder.resolve()), json.dumps(raw))
+        skeleton = with_dtypes(with_published(skeleton, published), _dtypes(checkpoint, sources, target))
+        return _fill(skeleton, checkpoint, sources, mesh, progress)
 
 
 def weight_dtype(dtype: Any) -> np.dtype | None:
@@ -185,13 +186,10 @@ def save_pretrained(
             "`save_adapter`; write any other model with equinox.tree_serialise_leaves."
         )
     outgoing = _outgoing(model)
-    kept = lambda entry, leaf: leaf.dtype if target is None or entry.row.leaf in table.FLOAT32_LEAVES else target
-    tensors = {
-        name: LazyTensor(
-            shape, np.dtype(kept(entry, _leaf(model, entry))), _cast(take, kept(entry, _leaf(model, entry)))
-        )
-        for name, (entry, shape, take) in outgoing.items()
-    }
+    tensors = {}
+    for name, (entry, shape, take) in outgoing.items():
+        kept = np.float32 if entry.row.leaf in table.FLOAT32_LEAVES else target or _leaf(model, entry).dtype
+        tensors[name] = LazyTensor(shape, np.dtype(kept), _cast(take, kept))
     if keep_left_out:
         tensors |= _left_out(model, set(tensors))
     sizes: dict[str, int] = {}
@@ -332,7 +330,7 @@ def _outgoing(model: KimiLinear) -> dict[str, tuple[Entry, tuple[int, ...], Call
         leaf = _leaf(model, entry)
         if leaf is None:
             continue
-        name, shape = spellings.get(entry.row.leaf, (0, 0))
+        name, shape = spellings.get(entry.name(0), (0, 0))
         index = () if entry.layer is None else (model.layers.locate(entry.layer)[2],)
         for expert in range(leaf.shape[1]) if entry.per_expert else (None,):
             place = index if expert is None else (*index, expert)
@@ -348,11 +346,34 @@ def _taker(leaf: Any, place: tuple[int, ...], shape: tuple[int, ...]) -> Callabl
     return lambda: leaf[place].reshape(shape)
 
 
+def _dtypes(
+    checkpoint: AbstractCheckpoint, sources: list[Source], target: np.dtype | None
+) -> dict[tuple[int | None, str], np.dtype]:
+    """The dtype to hold each parameter in: the one asked for, or the stored one, if all its tensors have it and JAX
+    does."""
+    out, changed = {}, []
+    for source in sources:
+        stored = {checkpoint.tensors[name].dtype for name in source.names}
+        kept = target or next(iter(stored))
+        if target is None and (len(stored) > 1 or kept == np.float64):
+            kept = np.float32
+            changed.append(source.names[0])
+        leaf = source.entry.row.leaf
+        out[source.entry.layer, leaf] = np.dtype(np.float32 if leaf in table.FLOAT32_LEAVES else kept)
+    if changed:
+        logger.warning(
+            "%d parameters are stored as float64, or some of their experts in another dtype than others, such as %s: "
+            "they are held, and would be saved, in float32.",
+            len(changed),
+            changed[0],
+        )
+    return out
+
+
 def _fill(
     model: KimiLinear,
     checkpoint: AbstractCheckpoint,
     sources: list[Source],
-    dtype: Any,
     mesh: Mesh | None,
     progress: bool,
 ) -> KimiLinear:
@@ -367,7 +388,7 @@ def _fill(
         paths, arrays = [], []
         for (section, position, leaf), layers in parts.items():
             paths.append((section, position, leaf))
-            arrays.append(_read(checkpoint, layers, _find(model, paths[-1]).shape, section is not None, dtype, mesh))
+            arrays.append(_read(checkpoint, layers, _find(model, paths[-1]), section is not None, mesh))
             bar.update(sum(checkpoint.tensors[name].nbytes for source in layers.values() for name in source.names))
     return eqx.tree_at(lambda m: [_find(m, path) for path in paths], model, arrays)
 
@@ -380,23 +401,16 @@ def _find(model: KimiLinear, path: tuple) -> Any:
 def _read(
     checkpoint: AbstractCheckpoint,
     layers: Mapping[int, Source],
-    shape: tuple[int, ...],
+    leaf: jax.ShapeDtypeStruct,
     stacked: bool,
-    dtype: Any,
     mesh: Mesh | None,
 ) -> jax.Array:
     """One parameter: of the model, or of a stack of layers."""
-    source = layers[0]
-    stored = [checkpoint.tensors[name].dtype for part in layers.values() for name in part.names]
-    # a stack has one dtype: layers that are stored in several meet in float32
-    common = stored[0] if len(set(stored)) == 1 else jnp.float32
-    wanted = jnp.dtype(common if dtype is None else dtype)
-    if source.entry.row.leaf in table.FLOAT32_LEAVES:
-        wanted = jnp.dtype(jnp.float32)
+    shape, wanted = leaf.shape, np.dtype(leaf.dtype)
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         ranges = [range(size)[part] for size, part in zip(shape, index, strict=True)]
-        out = aligned_empty(tuple(len(r) for r in ranges), np.dtype(wanted))
+        out = aligned_empty(tuple(len(r) for r in ranges), wanted)
         for row, layer in enumerate(ranges[0] if stacked else (0,)):
             place = out[row] if stacked else out
             inner, below = index[int(stacked) :], ranges[int(stacked) :]

@@ -5,8 +5,9 @@ the tokens once per block of steps.
 """
 
 import time
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from kimi_zoo.generation.prompts import (
     Prompts,
     cache_size,
     check_count,
+    check_eos_ids,
     check_prompts,
     check_room,
     check_stops,
@@ -228,10 +230,10 @@ def generate(
     top_p: float | int | None = None,
     min_p: float | int | None = None,
     repetition_penalty: float | int | None = None,
-    eos_ids: int | Collection[int] | None = None,
+    eos_ids: SupportsIndex | Iterable[SupportsIndex] | None = None,
     stop: str | Sequence[str] = (),
     tokenizer: TextDecoder | None = None,
-    key: Array | int = 0,
+    key: Array | SupportsIndex = 0,
     generation_config: GenerationConfig | None = None,
     cache: Any = None,
     return_log_probs: bool = False,
@@ -308,10 +310,10 @@ def stream_generate(
     top_p: float | int | None = None,
     min_p: float | int | None = None,
     repetition_penalty: float | int | None = None,
-    eos_ids: int | Collection[int] | None = None,
+    eos_ids: SupportsIndex | Iterable[SupportsIndex] | None = None,
     stop: str | Sequence[str] = (),
     tokenizer: TextDecoder | None = None,
-    key: Array | int = 0,
+    key: Array | SupportsIndex = 0,
     generation_config: GenerationConfig | None = None,
     cache: Any = None,
     prefill_chunk_size: int = PREFILL_CHUNK_SIZE,
@@ -354,6 +356,7 @@ def stream_generate(
     keys = row_keys(key, len(ids))
     if cache is not None:
         check_room(cache, ids, options.max_new_tokens)
+    _warn_of_length(model, ids, options.max_new_tokens, cache)
     slots = -(-max(len(options.eos_ids), 1) // EOS_SLOTS) * EOS_SLOTS
     eos = np.full(slots, NO_TOKEN, np.int32)
     eos[: len(options.eos_ids)] = sorted(options.eos_ids)
@@ -364,13 +367,33 @@ def _first[T](value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _eos_ids(model: Any, eos_ids: int | Collection[int] | None, config: GenerationConfig) -> tuple[int, ...]:
-    """The explicit ids, else those of the generation config, else those of the model's config, else none."""
+def _eos_ids(
+    model: Any, eos_ids: SupportsIndex | Iterable[SupportsIndex] | None, config: GenerationConfig
+) -> tuple[int, ...]:
+    """The explicit ids, else those of the generation config, else those of the model's config, else none.
+
+    An id that a file names and the vocabulary lacks never comes.
+    """
+    vocab_size = model.config.vocab_size
+    if eos_ids is not None:
+        return check_eos_ids(eos_ids, vocab_size)
     for ids, name in (
-        (eos_ids, "`eos_ids`"),
         (config.eos_token_ids, "`eos_token_ids`"),
         (model.config.eos_token_id, "`eos_token_id` of the model's config"),
     ):
         if ids is not None:
-            return token_ids(ids, name) or ()
+            return tuple(token for token in token_ids(ids, name) or () if 0 <= token < vocab_size)
     return ()
+
+
+def _warn_of_length(model: Any, prompts: Sequence[np.ndarray], max_new_tokens: int, cache: Any) -> None:
+    """Warns of rows that may become longer than the model was made for."""
+    limit = getattr(model.config, "model_max_length", None)
+    before = np.zeros(len(prompts), int) if cache is None else np.asarray(cache.lengths)
+    longest = max(int(held) + len(prompt) for held, prompt in zip(before, prompts, strict=True)) + max_new_tokens
+    if limit is not None and longest > limit:
+        warnings.warn(
+            f"A row may reach {longest} tokens with its {max_new_tokens} new ones; this model was made for {limit} "
+            "(`model_max_length`), and its text may get worse beyond.",
+            stacklevel=4,
+        )

@@ -1,8 +1,8 @@
 """Checks of what a caller asks for, before any work starts, and the pieces in which prompts are fed."""
 
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -87,9 +87,12 @@ def check_room(cache: Any, prompts: Sequence[np.ndarray], max_new_tokens: int) -
 def check_stops(stop: str | Sequence[str], has_tokenizer: bool) -> tuple[str, ...]:
     """Returns the stop strings as a tuple.
 
-    **Raises:** `ValueError` for an empty string, or for stop strings without a tokenizer.
+    **Raises:** `TypeError` for anything but text, `ValueError` for an empty string, or for stop strings without a
+    tokenizer.
     """
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    stops = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
+    if isinstance(stop, bytes) or not all(isinstance(text, str) for text in stops):
+        raise TypeError(f"`stop` must be a string or a list of strings; got {stop!r}.")
     if any(not text for text in stops):
         raise ValueError(f"`stop` holds an empty string, which would stop at once: {list(stops)!r}.")
     if stops and not has_tokenizer:
@@ -97,19 +100,50 @@ def check_stops(stop: str | Sequence[str], has_tokenizer: bool) -> tuple[str, ..
     return stops
 
 
-def row_keys(key: Array | int, batch: int) -> Key[Array, " batch"]:
+def check_eos_ids(eos_ids: SupportsIndex | Iterable[SupportsIndex], vocab_size: int) -> tuple[int, ...]:
+    """Returns one id, or several in anything that can be iterated, as Python integers.
+
+    **Raises:** `TypeError` for anything but integers, `ValueError` for one outside the vocabulary.
+    """
+    single = isinstance(eos_ids, str | bytes) or _as_index(eos_ids) is not None or not isinstance(eos_ids, Iterable)
+    listed = [eos_ids] if single else list(eos_ids)
+    ids = tuple(index for value in listed if (index := _as_index(value)) is not None and not isinstance(value, bool))
+    if len(ids) < len(listed):
+        raise TypeError(f"`eos_ids` must be an integer or several; got {eos_ids!r}.")
+    outside = [value for value in ids if not 0 <= value < vocab_size]
+    if outside:
+        raise ValueError(f"`eos_ids` holds {outside[0]}, outside the vocabulary of {vocab_size}; `()` is for none.")
+    return ids
+
+
+def row_keys(key: Array | SupportsIndex, batch: int) -> Key[Array, " batch"]:
     """Returns one PRNG key per row: the same for all from a seed or one key, or the given ones.
 
-    **Raises:** `ValueError` if several keys are given, but not one per row.
+    **Raises:** `TypeError` for anything but a seed or keys; `ValueError` for several keys, but not one per
+    row.
     """
-    keys = jr.key(key) if isinstance(key, int) else key
-    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
-        keys = jr.wrap_key_data(keys)
+    seed = _as_index(key)
+    if seed is not None:
+        keys = jr.key(seed)
+    elif isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        keys = key
+    elif isinstance(key, Array | np.ndarray) and key.dtype == np.uint32 and key.ndim:
+        keys = jr.wrap_key_data(jnp.asarray(key))
+    else:
+        raise TypeError(f"`key` must be a seed (a whole number), a PRNG key or one key per prompt; got {key!r}.")
     if keys.ndim == 0:
         return jnp.broadcast_to(keys, (batch,))
     if keys.shape != (batch,):
         raise ValueError(f"`key` must be a seed, one key or one per prompt ({batch}); got keys of shape {keys.shape}.")
     return keys
+
+
+def _as_index(value: Any) -> int | None:
+    """A whole number of any kind as a Python integer; `None` for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def cache_size(tokens: int) -> int:

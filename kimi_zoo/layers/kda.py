@@ -10,6 +10,7 @@ import jax.random as jr
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
 
+from kimi_zoo.layers.checks import check_axes, check_sizes
 from kimi_zoo.layers.gate_bound import check_lower_bound
 from kimi_zoo.layers.linear import Linear
 from kimi_zoo.layers.norm import RMSNorm
@@ -143,12 +144,17 @@ class KimiDeltaAttention(eqx.Module):
             -inf.
         - `norm_eps`: of the RMSNorm on each head's output.
 
-        **Raises:** `ValueError` for sizes, ranges or bounds that make no layer. A `lower_bound` without `safe_gate` has
-        no effect and warns.
+        **Raises:** `ValueError` for sizes, ranges or bounds that make no layer and for options of convolutions that are
+        left out, `TypeError` for a size that is no whole number. A `lower_bound` without `safe_gate` has no effect and
+        warns.
         """
-        _check_sizes(hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim)
-        if conv_size < 0:
-            raise ValueError(f"`conv_size` is the number of taps, 0 for no convolution; got {conv_size}.")
+        check_sizes(hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim)
+        check_sizes(least=0, conv_size=conv_size)
+        if conv_size == 0 and (conv_bias or conv_init is not None):
+            raise ValueError(
+                f"`conv_size=0` leaves the convolutions out, so `conv_bias={conv_bias}` and `conv_init={conv_init}` "
+                "would have no effect. Leave them out too."
+            )
         low, high = A_init_range
         if not (math.isfinite(low) and math.isfinite(high) and 0 < low <= high):
             raise ValueError(f"`A_init_range` must be finite with 0 < low <= high; got {A_init_range}.")
@@ -189,6 +195,7 @@ class KimiDeltaAttention(eqx.Module):
         self, x: Float[Array, "batch seq hidden_size"], *, segment_ids: Int[Array, "batch seq"] | None = None
     ) -> Float[Array, "batch seq hidden_size"]:
         """**Arguments:** `segment_ids`: 1, 2, ... for packed documents, 0 for padding (whose output is 0)."""
+        check_axes(x.shape)
         query, key, value, _ = self._project(x, (None, None, None), segment_ids)
         output, _ = kimi_delta_attention(
             query,
@@ -221,6 +228,7 @@ class KimiDeltaAttention(eqx.Module):
 
         Without `real` all are, which is faster to compute.
         """
+        check_axes(x.shape)
         one = x.shape[1] == 1
         segment_ids = None if real is None or one else real.astype(jnp.int32)
         old_windows = (cache.query_window, cache.key_window, cache.value_window)
@@ -277,13 +285,13 @@ class KimiDeltaAttention(eqx.Module):
         return *mixed, tuple(next_windows)
 
     def _heads(self, x: Array) -> Array:
-        return x.reshape(*x.shape[:2], self.num_heads, -1)
+        return x.reshape(*x.shape[:-1], self.num_heads, x.shape[-1] // self.num_heads)
 
     def _finish(self, x: Array, output: Array) -> Array:
         """Norm per head, output gate, output projection."""
         gate = jax.nn.sigmoid(self._heads(self.gate_proj(x)).astype(jnp.float32))
         output = self.output_norm(output.astype(jnp.float32)) * gate
-        return self.output_proj(output.reshape(*x.shape[:2], -1).astype(x.dtype))
+        return self.output_proj(jax.lax.collapse(output, 2).astype(x.dtype))
 
 
 def initial_dt_bias(
@@ -293,9 +301,3 @@ def initial_dt_bias(
     step = jnp.exp(jr.uniform(key, shape, jnp.float32, minval=math.log(low), maxval=math.log(high)))
     step = jnp.maximum(step, floor)
     return step + jnp.log(-jnp.expm1(-step))
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"`{name}` must be at least 1; got {size}.")

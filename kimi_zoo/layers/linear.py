@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from kimi_zoo.layers.checks import check_std
+
 
 class Linear(eqx.Module):
     """`weight @ x + bias` over the last axis."""
@@ -20,6 +22,7 @@ class Linear(eqx.Module):
         - `std`: standard deviation of the normal the weight is drawn from; `in_features ** -0.5` by default.
         - `bias`: whether there is one; it starts at 0.
         """
+        check_std(std)
         scale = in_features**-0.5 if std is None else std
         self.weight = scale * jr.normal(key, (out_features, in_features))
         self.bias = jnp.zeros(out_features) if bias else None
@@ -37,6 +40,7 @@ class Embedding(eqx.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, *, std: float, key: PRNGKeyArray):
         """Rows are drawn from a normal of standard deviation `std`."""
+        check_std(std)
         self.weight = std * jr.normal(key, (vocab_size, hidden_size))
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch hidden_size"]:

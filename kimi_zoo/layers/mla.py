@@ -10,6 +10,7 @@ import jax.random as jr
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from kimi_zoo.layers.checks import check_axes, check_sizes
 from kimi_zoo.layers.linear import Linear
 from kimi_zoo.layers.norm import RMSNorm
 from kimi_zoo.ops.attention import causal_attention, latent_attention
@@ -138,14 +139,12 @@ class MultiHeadLatentAttention(eqx.Module):
         - `latent_norm_eps`: of the norms on the query's and the key-value latents.
         - `std`: of the initial weights, see `Linear`.
 
-        **Raises:** `ValueError` for a size below 1 or an unknown gate.
+        **Raises:** `ValueError` for a size below 1 (`qk_rope_head_dim`: below 0) or an unknown gate, `TypeError` for a
+        size that is no whole number.
         """
-        sizes = dict(
-            hidden_size=hidden_size, num_heads=num_heads, kv_lora_rank=kv_lora_rank, qk_nope_head_dim=qk_nope_head_dim
-        )
-        for name, size in (sizes | dict(v_head_dim=v_head_dim)).items():
-            if size < 1:
-                raise ValueError(f"`{name}` must be at least 1; got {size}.")
+        check_sizes(hidden_size=hidden_size, num_heads=num_heads, kv_lora_rank=kv_lora_rank, v_head_dim=v_head_dim)
+        check_sizes(qk_nope_head_dim=qk_nope_head_dim, **({} if q_lora_rank is None else {"q_lora_rank": q_lora_rank}))
+        check_sizes(least=0, qk_rope_head_dim=qk_rope_head_dim)
         query_key, down_key, up_key, gate_key, output_key = jr.split(key, 5)
         query_dim = num_heads * (qk_nope_head_dim + qk_rope_head_dim)
         if q_lora_rank is None:
@@ -180,6 +179,7 @@ class MultiHeadLatentAttention(eqx.Module):
         **Arguments:** `segment_ids`: 1, 2, ... for packed documents, 0 for padding (whose output is 0); `positions`:
         read by the rotary embedding only.
         """
+        check_axes(x.shape)
         query, (latent, key_rope) = self._queries(x, positions), self._latents(x, positions)
         key, value = self._expand(latent, key_rope)
         output = causal_attention(query, key, value, scale=self.scale, segment_ids=segment_ids)
@@ -206,6 +206,7 @@ class MultiHeadLatentAttention(eqx.Module):
         **Returns:** the output (0 where not `real`), and the new tokens' latents, for `MLACache.append`: apart, so that
         a stack of layers writes to its caches once.
         """
+        check_axes(x.shape)
         if real is not None:  # 0 * NaN is NaN: padding must not reach the products
             x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
         query, (latent, key_rope) = self._queries(x, positions), self._latents(x, positions)
@@ -247,7 +248,7 @@ class MultiHeadLatentAttention(eqx.Module):
         return scale if self.rope is None else scale * self.rope.score_scale
 
     def _queries(self, x: Array, positions: Array) -> Array:
-        query = self.query_proj(x).reshape(*x.shape[:2], self.num_heads, -1)
+        query = self._heads(self.query_proj(x))
         if self.rope is None:
             return query
         query_nope, query_rope = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
@@ -264,14 +265,17 @@ class MultiHeadLatentAttention(eqx.Module):
 
     def _expand(self, latent: Array, key_rope: Array) -> tuple[Array, Array]:
         """Keys and values of every head."""
-        expanded = self.kv_up(latent).reshape(*latent.shape[:2], self.num_heads, -1)
+        expanded = self._heads(self.kv_up(latent))
         key_nope, value = jnp.split(expanded, [self.qk_nope_head_dim], axis=-1)
         shared = jnp.broadcast_to(key_rope[:, :, None], (*key_nope.shape[:3], self.qk_rope_head_dim))
         return jnp.concatenate([key_nope, shared], axis=-1), value
+
+    def _heads(self, x: Array) -> Array:
+        return x.reshape(*x.shape[:-1], self.num_heads, x.shape[-1] // self.num_heads)
 
     def _finish(self, x: Array, output: Array) -> Array:
         """Output gate and output projection."""
         if self.gate_proj is not None:
             gate = jax.nn.sigmoid(self.gate_proj(x).astype(jnp.float32)).astype(x.dtype)
-            output = output * gate.reshape(*x.shape[:2], self.num_heads, -1)
-        return self.output_proj(output.reshape(*x.shape[:2], -1))
+            output = output * self._heads(gate)
+        return self.output_proj(jax.lax.collapse(output, 2))

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
+from kimi_zoo.layers.checks import check_std
 from kimi_zoo.layers.mlp import MLP
 from kimi_zoo.ops.moe import expert_mlps, route
 
@@ -40,6 +41,7 @@ class Router(eqx.Module):
         key: PRNGKeyArray,
     ):
         """**Arguments:** see `kimi_zoo.ops.moe.route`; `std`: of the initial weights; the bias starts at 0."""
+        check_std(std)
         spread = hidden_size**-0.5 if std is None else std
         self.weight = spread * jr.normal(key, (experts, hidden_size))
         self.score_bias = jnp.zeros(experts)
@@ -76,6 +78,7 @@ class Experts(eqx.Module):
 
     def __init__(self, hidden_size: int, inner: int, experts: int, *, std: float | None = None, key: PRNGKeyArray):
         """Weights are drawn from a normal of standard deviation `std`, by default `in_features ** -0.5`."""
+        check_std(std)
         gate_key, up_key, down_key = jr.split(key, 3)
         in_std, out_std = (hidden_size**-0.5, inner**-0.5) if std is None else (std, std)
         self.gate_proj = in_std * jr.normal(gate_key, (experts, inner, hidden_size))

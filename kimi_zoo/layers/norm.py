@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kimi_zoo.layers.checks import check_eps
+
 
 class RMSNorm(eqx.Module):
     """`weight * x / sqrt(mean(x^2) + eps)` over the last axis, computed in float32 and returned in the dtype of `x`.
@@ -17,6 +19,7 @@ class RMSNorm(eqx.Module):
 
     def __init__(self, dim: int, *, eps: float):
         """The weight starts at 1; `eps` is added to the mean square."""
+        check_eps(eps)
         self.weight = jnp.ones(dim)
         self.eps = eps
 

@@ -1,6 +1,7 @@
 """A stack of layers: equal ones held together along a leading axis and scanned, each still readable and replaceable."""
 
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -33,9 +34,15 @@ class LayerStack(eqx.Module):
     def locate(self, index: int) -> tuple[int, int, int]:
         """Where layer `index` is stored: section, position in its unit, place along the leading axis.
 
-        **Raises:** `IndexError` for a layer that does not exist.
+        **Raises:** `IndexError` for a layer that does not exist, `TypeError` for anything but a whole number.
         """
         size = len(self)
+        try:
+            index = operator.index(index)
+        except TypeError:
+            raise TypeError(
+                f"Layers are read one at a time, by a whole number: `[stack[i] for i in range(1, 3)]`; got {index!r}."
+            ) from None
         if not -size <= index < size:
             raise IndexError(f"Layer {index} of a stack of {size} layers does not exist.")
         index %= size
@@ -135,7 +142,7 @@ def _scan_groups(body: Callable, carry: Any, arrays: Any, count: int, group: int
 
 
 def stack_layers(layers: Sequence[Any]) -> LayerStack:
-    """Stacks layers, equal units of them along a leading axis."""
+    """Stacks layers, equal units of them along a leading axis. Shapes may stand in the place of arrays."""
     sections, repeats, start = [], [], 0
     for length, count in plan_sections([signature(layer) for layer in layers]):
         members = layers[start : start + length * count]
@@ -181,4 +188,9 @@ def _lead(layer: Any) -> Any:
 
 
 def _join(layers: Sequence[Any]) -> Any:
-    return jtu.tree_map(lambda *leaves: jnp.stack(leaves) if eqx.is_array(leaves[0]) else leaves[0], *layers)
+    def join(first: Any, *others: Any) -> Any:
+        if isinstance(first, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((1 + len(others), *first.shape), first.dtype)
+        return jnp.stack((first, *others)) if eqx.is_array(first) else first
+
+    return jtu.tree_map(join, *layers)

@@ -5,14 +5,14 @@ block.
 """
 
 import dataclasses
-from typing import cast
+from typing import Any, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Int32, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Int32, Integer, PRNGKeyArray
 
 from kimi_zoo.layers.kda import KDACache, KimiDeltaAttention
 from kimi_zoo.layers.linear import Embedding, Linear
@@ -21,6 +21,7 @@ from kimi_zoo.layers.mlp import MLP
 from kimi_zoo.layers.moe import Experts, MoE, Router
 from kimi_zoo.layers.norm import RMSNorm
 from kimi_zoo.layers.stack import LayerStack, stack_layers
+from kimi_zoo.models.inputs import AnyArray, check_beside_tokens, check_lengths, check_tokens
 from kimi_zoo.models.kimi_linear_config import KIMI_LINEAR_48B_A3B as KIMI_LINEAR_48B_A3B
 from kimi_zoo.models.kimi_linear_config import KimiLinearConfig as KimiLinearConfig
 from kimi_zoo.ops.packing import segment_positions
@@ -153,7 +154,7 @@ def _mlp(config: KimiLinearConfig, layer: int, *, key: PRNGKeyArray) -> MLP | Mo
 class Published:
     """How the checkpoint that a model came from writes what can be written in several ways, so that it is saved alike.
 
-    `spellings` holds, per row of the checkpoint table, which of its names and shapes was found (0, the usual one, is
+    `spellings` holds, per tensor (by its usual name), which of its names and shapes was found (0, the usual one, is
     left out). `source` is the folder, from which tokenizer files are carried over; `config` the text of its
     `config.json`. Records that differ in these two are equal, so that models from different folders share compiled
     programs and mix in `jax.tree.map`. The price: a model that a jitted function *returns* may carry the record of
@@ -179,19 +180,21 @@ class KimiLinearCache(eqx.Module):
     lengths: Int32[Array, " batch"]
     max_length: int = eqx.field(static=True)
 
-    def rewind(self, lengths: Int[Array, " batch"]) -> "KimiLinearCache":
+    def rewind(self, lengths: Integer[AnyArray, " batch"]) -> "KimiLinearCache":
         """The cache as it was when each row had seen `lengths` tokens: possible only where every layer keeps all
         tokens.
 
         **Raises:** `ValueError` if a layer holds a recurrent state, which cannot go back: keep the cache of the earlier
-        moment (caches are immutable values), or prefill again.
+        moment (caches are immutable values), or prefill again. `TypeError` or `ValueError` for `lengths` that are not a
+        number per row from 0 to `self.lengths` (an error at run time when they are traced).
         """
         if any(isinstance(layer, KDACache) for unit in self.layers.sections for layer in unit):
             raise ValueError(
                 "This cache holds recurrent states, which cannot be taken back to an earlier token. Keep the cache "
                 "from before the tokens you want to drop, or prefill the shorter prompt again."
             )
-        return eqx.tree_at(lambda cache: cache.lengths, self, jnp.minimum(lengths, self.lengths).astype(jnp.int32))
+        lengths = check_lengths(lengths, self.lengths, self.lengths.shape[0], traced=True)
+        return eqx.tree_at(lambda cache: cache.lengths, self, lengths)
 
 
 class KimiLinear(eqx.Module):
@@ -224,10 +227,10 @@ class KimiLinear(eqx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "batch seq"],
+        tokens: Integer[AnyArray, "batch seq"],
         *,
-        segment_ids: Int[Array, "batch seq"] | None = None,
-        positions: Int[Array, "batch seq"] | None = None,
+        segment_ids: Integer[AnyArray, "batch seq"] | None = None,
+        positions: Integer[AnyArray, "batch seq"] | None = None,
     ) -> Float[Array, "batch seq vocab_size"]:
         """Next-token logits at every position.
 
@@ -236,19 +239,23 @@ class KimiLinear(eqx.Module):
         - `segment_ids`: 1, 2, ... for the documents packed in a row, 0 for padding; `None` means one document per row.
             No document sees another, in attention, convolution or recurrent state.
         - `positions`: of the tokens in their documents; by default they restart with each.
+
+        **Raises:** `TypeError` for anything but arrays of integers; `ValueError` for wrong shapes and, where values are
+        known (not under `jax.jit`), for ids outside the vocabulary and negative numbers.
         """
         return self.logits(self.hidden_states(tokens, segment_ids=segment_ids, positions=positions))
 
     def hidden_states(
         self,
-        tokens: Int[Array, "batch seq"],
+        tokens: Integer[AnyArray, "batch seq"],
         *,
-        segment_ids: Int[Array, "batch seq"] | None = None,
-        positions: Int[Array, "batch seq"] | None = None,
+        segment_ids: Integer[AnyArray, "batch seq"] | None = None,
+        positions: Integer[AnyArray, "batch seq"] | None = None,
     ) -> Float[Array, "batch seq hidden_size"]:
         """As calling the model, but stops before the output head: what `logits` takes."""
-        check_shape("segment_ids", segment_ids, tokens)
-        check_shape("positions", positions, tokens)
+        tokens = check_tokens(tokens, self.config.vocab_size)
+        segment_ids = check_beside_tokens("segment_ids", segment_ids, tokens)
+        positions = check_beside_tokens("positions", positions, tokens)
         if positions is None:
             ids = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
             positions = segment_positions(ids)
@@ -266,15 +273,15 @@ class KimiLinear(eqx.Module):
         Latents and convolution windows are kept in the dtype of the embedding, recurrent states in float32.
         """
         dtype = self.embedding.weight.dtype
-        layers = self.layers.map(lambda layer: layer.init_cache(batch, max_length, dtype))
+        layers = self.layers.map(lambda layer: _layer_cache(layer, batch, max_length, dtype))
         return KimiLinearCache(layers, jnp.zeros(batch, jnp.int32), max_length)
 
     def decode(
         self,
-        tokens: Int[Array, "batch seq"],
+        tokens: Integer[AnyArray, "batch seq"],
         cache: KimiLinearCache,
         *,
-        lengths: Int[Array, " batch"] | None = None,
+        lengths: Integer[AnyArray, " batch"] | None = None,
     ) -> tuple[Float[Array, "batch seq vocab_size"], KimiLinearCache]:
         """Logits of tokens that continue the rows of `cache`, and the cache behind them.
 
@@ -283,8 +290,12 @@ class KimiLinear(eqx.Module):
         **Arguments:** `lengths`: how many of the tokens of each row are real, from the left; 0 leaves a row as it is.
         What follows them is padding, which changes nothing; its logits mean nothing.
 
-        **Raises:** an error if a row outgrows `cache.max_length` (at run time when lengths are traced).
+        **Raises:** an error if a row outgrows `cache.max_length`, or `lengths` are not from 0 to the number of tokens
+        (at run time when lengths are traced); `ValueError` for a cache of another model or batch; as calling the model.
         """
+        tokens = check_tokens(tokens, self.config.vocab_size)
+        if lengths is not None:
+            lengths = check_lengths(lengths, tokens.shape[1], tokens.shape[0], traced=True)
         hidden, cache = self.decode_hidden_states(tokens, cache, lengths=lengths)
         over = jnp.any(cache.lengths > cache.max_length)
         message = (
@@ -294,15 +305,17 @@ class KimiLinear(eqx.Module):
 
     def decode_hidden_states(
         self,
-        tokens: Int[Array, "batch seq"],
+        tokens: Integer[AnyArray, "batch seq"],
         cache: KimiLinearCache,
         *,
-        lengths: Int[Array, " batch"] | None = None,
+        lengths: Integer[AnyArray, " batch"] | None = None,
     ) -> tuple[Float[Array, "batch seq hidden_size"], KimiLinearCache]:
-        """As `decode`, but stops before the output head, and does not check `max_length`: tokens past it are
+        """As `decode`, but stops before the output head, and does not check at run time: tokens past `max_length` are
         forgotten."""
-        if tokens.shape[0] != cache.lengths.shape[0]:
-            raise ValueError(f"`tokens` has {tokens.shape[0]} rows, the cache was made for {cache.lengths.shape[0]}.")
+        tokens = check_tokens(tokens, self.config.vocab_size)
+        if lengths is not None:
+            lengths = check_lengths(lengths, tokens.shape[1], tokens.shape[0], traced=False)
+        self._check_cache(cache, tokens.shape[0])
         places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         real = None if lengths is None else places < lengths[:, None]
         positions = cache.lengths[:, None] + places
@@ -316,8 +329,30 @@ class KimiLinear(eqx.Module):
             updates,
             is_leaf=lambda node: isinstance(node, MLACache | KDACache),
         )
-        seen = jnp.int32(tokens.shape[1]) if lengths is None else lengths.astype(jnp.int32)
+        seen = jnp.int32(tokens.shape[1]) if lengths is None else lengths
         return self.norm(x), KimiLinearCache(layers, cache.lengths + seen, cache.max_length)
+
+    def _check_cache(self, cache: KimiLinearCache, batch: int) -> None:
+        """Checks that a cache has the layers of this model, and a row per row of the batch."""
+        if not isinstance(cache, KimiLinearCache):
+            raise TypeError(f"`cache` must come from `model.init_cache` or `model.decode`; got {type(cache).__name__}.")
+        if batch != cache.lengths.shape[0]:
+            raise ValueError(f"`tokens` has {batch} rows, the cache was made for {cache.lengths.shape[0]}.")
+        expected = eqx.filter_eval_shape(self.init_cache, batch, cache.max_length)
+        shapes = lambda tree: (jax.tree.structure(tree), [leaf.shape for leaf in jax.tree.leaves(tree)])
+        if shapes(cache) != shapes(expected):
+            raise ValueError(
+                "`cache` was made for another model: its layers differ. Use `model.init_cache` of this one."
+            )
+
+
+def _layer_cache(layer: Any, batch: int, capacity: int, dtype: DTypeLike) -> KDACache | MLACache:
+    if not (hasattr(layer, "init_cache") and hasattr(layer, "extend")):
+        raise TypeError(
+            f"A layer of this model, a {type(layer).__name__}, cannot decode: it has no `init_cache` and `extend`, "
+            "which `KimiBlock` has. Calling the model works without."
+        )
+    return layer.init_cache(batch, capacity, dtype)
 
 
 def with_published(model: KimiLinear, published: Published) -> KimiLinear:
@@ -344,9 +379,3 @@ def replace_layer(model: KimiLinear, index: int, layer: object) -> KimiLinear:
             f"`layer` must be an equinox module, or a function that returns one; got {type(layer).__name__}."
         )
     return eqx.tree_at(lambda tree: tree.layers, model, model.layers.replace(index, layer), is_leaf=lambda x: x is None)
-
-
-def check_shape(name: str, array: Array | None, tokens: Array) -> None:
-    """**Raises:** `ValueError` if an argument that goes along with `tokens` has another shape."""
-    if array is not None and array.shape != tokens.shape:
-        raise ValueError(f"`{name}` must have the shape of `tokens`, {tokens.shape}; got {array.shape}.")

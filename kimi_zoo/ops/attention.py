@@ -175,7 +175,7 @@ def _attend_latents(
             cached * shrink[..., None] + update,
         )
 
-    blocks = (jnp.max(lengths) + block_size - 1) // block_size
+    blocks = (jnp.max(lengths, initial=0) + block_size - 1) // block_size
     start = (peak, total, jnp.ones_like(total), jnp.zeros((batch, heads, seq, rank), f32))
     peak, total, scaling, cached = jax.lax.fori_loop(0, blocks, attend, start)
     cached = jnp.einsum("bhqr,hvr->bhqv", cached, value_up.astype(f32))

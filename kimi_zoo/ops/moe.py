@@ -34,8 +34,8 @@ def route(
 
     - `router_logits`: float32, since a rounding decides who is chosen.
     - `activation`: `"sigmoid"` or `"softmax"`, logits to scores.
-    - `renormalize`: whether the chosen scores are divided by their sum; `scale` multiplies the weights afterwards,
-        once.
+    - `renormalize`: whether the chosen scores are divided by their sum, if there are several. One alone keeps its
+        score, as in the published code (in transformers it becomes 1). `scale` multiplies the weights afterwards, once.
 
     **Raises:** `ValueError` for an unknown activation or counts that do not fit one another.
 
@@ -59,7 +59,7 @@ def route(
         choice = jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(tokens, experts)
     expert_ids = jax.lax.top_k(choice, top_k)[1]
     weights = jnp.take_along_axis(scores, expert_ids, axis=1)
-    if renormalize:
+    if renormalize and top_k > 1:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     return expert_ids, weights * scale
 
@@ -78,7 +78,7 @@ def expert_mlps(
 
     No token is dropped. The form is chosen by the platform that the program is lowered to. On CPU, a few tokens go
     through the weights of the experts they chose, one pair after another; many are sorted by expert into blocks.
-    Elsewhere they are sorted into one ragged matmul.
+    Elsewhere they are sorted into one ragged matmul. Derivatives are those of reverse mode.
 
     **Arguments:** `limit`: see `swiglu`.
     """
@@ -198,13 +198,41 @@ def _ragged(
     flat = expert_ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=gate.shape[0]).astype(jnp.int32)
-    numbers = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
-    )
-    matmul = lambda a, w: jax.lax.ragged_dot_general(a, w.astype(x.dtype), sizes, numbers)
+    matmul = lambda a, w: _ragged_matmul(a, w.astype(x.dtype), sizes)
     inputs = x[order // top_k]
     outputs = matmul(swiglu(matmul(inputs, gate), matmul(inputs, up), limit), down)
     return _combine(outputs[jnp.argsort(order)].reshape(tokens, top_k, -1), expert_weights, x.dtype)
+
+
+@jax.custom_vjp
+def _ragged_matmul(a: Array, w: Array, sizes: Array) -> Array:
+    """`a[r] @ w[e].T` for every row `r`, where the first `sizes[0]` rows belong to `e = 0`, and so on.
+
+    JAX has no batched form of it: under `jax.vmap` the members of the batch take turns, and so do their derivatives.
+    """
+    return jax.custom_batching.sequential_vmap(_ragged_dot)(a, w, sizes)
+
+
+def _ragged_dot(a: Array, w: Array, sizes: Array) -> Array:
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
+    )
+    return jax.lax.ragged_dot_general(a, w, sizes, numbers)
+
+
+def _ragged_forward(a: Array, w: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _ragged_matmul(a, w, sizes), (a, w, sizes)
+
+
+def _ragged_backward(saved: tuple[Array, Array, Array], cotangent: Array) -> tuple[Array, Array, None]:
+    @jax.custom_batching.sequential_vmap
+    def pull(a: Array, w: Array, sizes: Array, cotangent: Array) -> tuple[Array, Array]:
+        return jax.vjp(lambda a, w: _ragged_dot(a, w, sizes), a, w)[1](cotangent)
+
+    return *pull(*saved, cotangent), None
+
+
+_ragged_matmul.defvjp(_ragged_forward, _ragged_backward)
 
 
 def _combine(outputs: Array, expert_weights: Array, dtype: jnp.dtype) -> Array:

@@ -42,7 +42,7 @@ def short_convolution(
     if window is not None and window.shape != (x.shape[0], width - 1, channels):
         expected = (x.shape[0], width - 1, channels)
         raise ValueError(f"`window` holds the width - 1 inputs before `x`: expected {expected}, got {window.shape}.")
-    if segment_ids is None:
+    if segment_ids is None or x.shape[1] == 0:
         inputs, next_window = _shifted(x, window, width)
     else:
         inputs, next_window = _segmented(x, window, width, segment_ids)

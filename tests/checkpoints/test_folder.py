@@ -115,6 +115,44 @@ def test_shapes_and_names_in_all_spellings(saved):
     }
 
 
+def test_layers_stored_in_different_ways_are_saved_so(saved, tmp_path):
+    """Dtype, name and shape may differ from layer to layer: such layers get a section of their own."""
+    _, folder, tensors = saved
+    low = {name: value.astype(ml_dtypes.bfloat16) if value.ndim > 1 else value for name, value in tensors.items()}
+    low |= {name: value for name, value in tensors.items() if name.endswith(("A_log", "dt_bias"))}
+    name = "model.layers.2.self_attn.q_proj.weight"
+    low |= {name: tensors[name], "model.layers.1.self_attn.A_log": tensors["model.layers.1.self_attn.A_log"].reshape(2)}
+    rewrite(folder, low)
+    model = kz.from_pretrained(folder)
+    assert model.layers[2].mixer.query_proj.weight.dtype == jnp.float32
+    assert model.layers[1].mixer.query_proj.weight.dtype == jnp.bfloat16
+    kz.save_pretrained(model, tmp_path / "copy")
+    copy = load_file(tmp_path / "copy" / "model.safetensors")
+    assert copy.keys() == low.keys()
+    for name, value in low.items():
+        got = copy[name]
+        assert (got.dtype, got.shape, got.tobytes()) == (value.dtype, value.shape, value.tobytes()), name
+    assert len(kz.from_pretrained(folder, dtype="float32").layers.sections) == len(MODEL.layers.sections)
+
+
+def test_what_cannot_be_held_as_stored_is_said(saved, caplog):
+    _, folder, tensors = saved
+    one = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+    rewrite(folder, tensors | {one: tensors[one].astype(np.float16), "model.norm.weight": np.ones(16, np.float64)})
+    model = kz.from_pretrained(folder)
+    (record,) = caplog.records
+    assert "2 parameters are stored as float64, or some of their experts in another" in record.getMessage()
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {np.dtype(np.float32)}
+
+
+def test_some_parameters_are_stored_in_float32_always(tmp_path):
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), MODEL)
+    kz.save_pretrained(low, tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    wide = {name.rsplit(".", 1)[-1] for name, value in stored.items() if value.dtype == np.float32}
+    assert wide == {"A_log", "dt_bias", "e_score_correction_bias"}
+
+
 def test_direct_and_mixed_gates(tmp_path):
     for decay, output in (("direct", "direct"), ("direct", "low_rank"), ("low_rank", "direct")):
         model = kz.KimiLinear(tiny(kda_decay_gate=decay, kda_output_gate=output), key=jr.key(4))

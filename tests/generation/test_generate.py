@@ -1,10 +1,11 @@
 """`generate` on a toy model: batches, pieces, stopping, seeds, traces, errors."""
 
+from dataclasses import dataclass
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import jaxtyping
 import numpy as np
 import pytest
 import toy_model
@@ -12,6 +13,7 @@ from toy_model import ToyConfig, ToyModel, greedy_reference
 
 from kimi_zoo.generation.config import GenerationConfig
 from kimi_zoo.generation.loop import NonFiniteLogitsError, generate, stream_generate
+from kimi_zoo.generation.prompts import check_eos_ids, row_keys
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [5], [8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2]]
 
@@ -54,13 +56,15 @@ def test_log_probs_are_those_of_the_model(model):
         np.testing.assert_allclose(got, expected, atol=2e-5)  # float32 sums over 7 channels and 23 ids, measured 1e-6
 
 
-def test_stops_at_any_eos_row_by_row(model):
+def test_stops_at_any_eos_row_by_row(getkey):
+    model = ToyModel(key=getkey(), config=ToyConfig(vocab_size=90))
     free = generate(model, PROMPTS, max_new_tokens=16)
     eos = (free[0][2], free[1][7])
     expected = [greedy_reference(model, prompt, 16, eos=eos) for prompt in PROMPTS]
     assert len({len(row) for row in expected}) > 1
     assert generate(model, PROMPTS, max_new_tokens=16, eos_ids=eos) == expected
-    assert generate(model, PROMPTS, max_new_tokens=16, eos_ids=list(range(100, 109)) + list(eos)) == expected
+    unused = sorted(set(range(90)) - {token for row in free for token in row})
+    assert generate(model, PROMPTS, max_new_tokens=16, eos_ids=[*unused[:9], *eos]) == expected
     assert generate(model, PROMPTS[:1], max_new_tokens=16, eos_ids=free[0][0]) == [free[0][:1]]  # the very first token
 
 
@@ -242,15 +246,40 @@ def test_nan_weights_stop_at_the_first_step(model):
         ([[1]], dict(repetition_penalty=0.0), ValueError, "`repetition_penalty` must be finite and above 0 .*got 0.0"),
         ([[1]], dict(stop="x"), ValueError, r"`stop=\['x'\]` needs `tokenizer=`"),
         ([[1]], dict(stop=["a", ""]), ValueError, "`stop` holds an empty string"),
+        ([[1]], dict(stop=b"x"), TypeError, "`stop` must be a string or a list of strings; got b'x'"),
+        ([[1]], dict(stop=None), TypeError, "`stop` must be a string or a list of strings; got None"),
+        ([[1]], dict(eos_ids=-1), ValueError, "`eos_ids` holds -1, outside the vocabulary of 23"),
+        ([[1]], dict(eos_ids=[2, 23]), ValueError, "`eos_ids` holds 23, outside"),
+        ([[1]], dict(eos_ids=[2.0]), TypeError, r"`eos_ids` must be an integer or several; got \[2.0\]"),
+        ([[1]], dict(eos_ids="</s>"), TypeError, "`eos_ids` must be an integer or several; got '</s>'"),
+        ([[1]], dict(eos_ids=True), TypeError, "`eos_ids` must be an integer or several; got True"),
+        ([[1]], dict(key=None), TypeError, r"`key` must be a seed \(a whole number\), .* got None"),
+        ([[1]], dict(key=1.5), TypeError, r"`key` must be a seed \(a whole number\), .* got 1.5"),
         ([[1]], dict(key=jr.split(jr.key(0), 3)), ValueError, r"one per prompt \(1\); got keys of shape \(3,\)"),
     ],
 )
-def test_bad_input_is_refused_before_any_work(monkeypatch, model, prompts, settings, error, message):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users have no run-time type checks
+def test_bad_input_is_refused_before_any_work(unchecked, model, prompts, settings, error, message):
     toy_model.TRACES.clear()
     with pytest.raises(error, match=message):
         stream_generate(model, prompts, **settings)  # at the call, not at the first token
     assert toy_model.TRACES == []
+
+
+def test_integers_of_every_kind():
+    for ids in (6, np.int64(6), jnp.asarray(6), [np.int64(6)], np.array([6]), jnp.asarray([6]), range(6, 7), {6}):
+        assert check_eos_ids(ids, 23) == (6,)
+    assert check_eos_ids((), 23) == check_eos_ids(np.array([], int), 23) == ()
+    for key in (3, np.int64(3), jnp.asarray(3), jr.key(3), jr.PRNGKey(3), jr.split(jr.key(3), 1)):
+        assert row_keys(key, 1).shape == (1,)
+
+
+def test_outgrowing_what_the_model_was_made_for_warns(model):
+    @dataclass(frozen=True)
+    class Short(ToyConfig):
+        model_max_length: int = 8
+
+    with pytest.warns(UserWarning, match="may reach 9 tokens with its 6 new ones; this model was made for 8"):
+        stream_generate(ToyModel(key=jr.key(0), config=Short()), [[1], [1, 2, 3]], max_new_tokens=6)
 
 
 def test_array_prompts(model):

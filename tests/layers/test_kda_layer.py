@@ -104,7 +104,8 @@ def test_initial_decay_is_finite_for_many_heads(getkey):
 @pytest.mark.parametrize("width", [0, 1, 2, 6])
 @pytest.mark.parametrize("bias", [False, True])
 def test_cache_continues_for_any_convolution(getkey, width, bias):
-    layer = kz.KimiDeltaAttention(6, 2, 3, conv_size=width, conv_bias=bias, bias=bias, conv_init=0.3, key=getkey())
+    options = dict(conv_bias=bias, conv_init=0.3) if width else {}
+    layer = kz.KimiDeltaAttention(6, 2, 3, conv_size=width, bias=bias, **options, key=getkey())
     x = jr.normal(getkey(), (2, 9, 6))
     real = jnp.ones((2, 9), bool)
     extend = eqx.filter_jit(lambda x, cache, real: layer.extend(x, cache, real=real))
@@ -138,21 +139,51 @@ def test_l2_normalisation_makes_the_keys_scale_irrelevant(getkey):
         ({"safe_gate": True, "lower_bound": -5.5}, "got -5.5"),
         ({"safe_gate": True, "lower_bound": 0.0}, "got 0.0"),
         ({"safe_gate": True, "lower_bound": float("nan")}, "got nan"),
-        ({"conv_size": -1}, "`conv_size` is the number of taps.*got -1"),
+        ({"conv_size": -1}, "`conv_size` must be at least 0; got -1"),
+        ({"conv_size": 2.5}, "`conv_size` must be a whole number; got 2.5"),
+        ({"conv_size": 0, "conv_bias": True}, "`conv_size=0` leaves the convolutions out"),
+        ({"conv_size": 0, "conv_init": 0.1}, r"`conv_init=0\.1` would have no effect"),
+        ({"norm_eps": float("nan")}, "`eps` of a norm must be a finite number above 0; got nan"),
+        ({"std": float("nan")}, "`std` must be a finite number >= 0 or None; got nan"),
         ({"A_init_range": (0.0, 16.0)}, "`A_init_range` must be finite"),
         ({"A_init_range": (1.0, float("inf"))}, "`A_init_range` must be finite"),
         ({"conv_init": float("nan")}, "`conv_init` must be a finite number"),
         ({"decay_gate": "medium"}, "`decay_gate` is"),
     ],
 )
-def test_bad_options_are_errors(getkey, options, message):
-    with pytest.raises(Exception, match=message if "decay_gate" not in options else "decay_gate"):
+def test_bad_options_are_errors(unchecked, getkey, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
         kz.KimiDeltaAttention(8, 2, 4, key=getkey(), **options)
 
 
-def test_bad_sizes_are_errors(getkey):
-    with pytest.raises(ValueError, match="`num_heads` must be at least 1; got 0"):
-        kz.KimiDeltaAttention(8, 0, 4, key=getkey())
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        (0, "must be at least 1; got 0"),
+        (2.0, r"must be a whole number; got 2\.0"),
+        ("2", "must be a whole number; got '2'"),
+    ],
+)
+def test_bad_sizes_are_errors(unchecked, getkey, heads, message):
+    with pytest.raises((ValueError, TypeError), match=f"`num_heads` {message}"):
+        kz.KimiDeltaAttention(8, heads, 4, key=getkey())
+
+
+def test_inputs_without_a_batch_axis_are_named(unchecked, getkey):
+    layer = kz.KimiDeltaAttention(8, 2, 4, key=getkey())
+    for call in (layer, lambda x: layer.extend(x, layer.init_cache(1, jnp.float32))):
+        with pytest.raises(ValueError, match=r"axes \[batch, seq, hidden_size\], also for one row .*\(5, 8\)"):
+            call(jnp.ones((5, 8)))
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 8)])
+def test_nothing_in_nothing_out(getkey, shape):
+    layer = kz.KimiDeltaAttention(8, 2, 4, key=getkey())
+    cache = layer.init_cache(shape[0], jnp.float32)
+    for ids in (None, jnp.ones(shape[:2], jnp.int32)):
+        assert layer(jnp.ones(shape), segment_ids=ids).shape == shape
+        output, after = layer.extend(jnp.ones(shape), cache, real=None if ids is None else ids > 0)
+        assert output.shape == shape and all(map(np.array_equal, jax.tree.leaves(after), jax.tree.leaves(cache)))
 
 
 def test_a_bound_without_the_safe_gate_warns(getkey):

@@ -157,3 +157,37 @@ def test_yarn_at_its_ends():
 def test_bad_options(getkey):
     with pytest.raises(ValueError, match="`kv_lora_rank` must be at least 1; got 0"):
         make(getkey(), kv_lora_rank=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"qk_rope_head_dim": -1}, "`qk_rope_head_dim` must be at least 0; got -1"),
+        ({"q_lora_rank": 0}, "`q_lora_rank` must be at least 1; got 0"),
+        ({"kv_lora_rank": 2.0}, r"`kv_lora_rank` must be a whole number; got 2\.0"),
+        ({"std": -1.0}, "`std` must be a finite number >= 0"),
+        ({"latent_norm_eps": float("inf")}, "`eps` of a norm must be a finite number"),
+    ],
+)
+def test_sizes_that_make_no_layer(unchecked, getkey, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make(getkey(), **options)
+
+
+def test_inputs_without_a_batch_axis(unchecked, getkey):
+    with pytest.raises(ValueError, match=r"The input needs the axes .*got shape \(5, 16\)"):
+        make(getkey())(jnp.ones((5, 16)), positions=jnp.zeros((1, 5), jnp.int32))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_empty_batches_and_rows(getkey, shape):
+    layer, x, positions = (
+        make(getkey(), output_gate="element_wise"),
+        jnp.ones((*shape, 16)),
+        jnp.zeros(shape, jnp.int32),
+    )
+    cache = layer.init_cache(shape[0], 8, jnp.float32)
+    assert layer(x, positions=positions, segment_ids=positions).shape == x.shape
+    lengths, real = jnp.full(shape[0], 3), positions > 0
+    output, after = layer.extend(x, cache, lengths=lengths, positions=positions, real=real)
+    assert output.shape == x.shape and after.latent.shape == cache.latent.shape

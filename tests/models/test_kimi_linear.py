@@ -9,7 +9,8 @@ import pytest
 from helpers import TINY, assert_close, tiny
 
 import kimi_zoo as kz
-from kimi_zoo.models.kimi_linear import Published, check_shape, with_published
+from kimi_zoo.models.inputs import check_lengths
+from kimi_zoo.models.kimi_linear import Published, with_published
 
 # float32 rounding of logits of about 3, through four layers: the same sums in another order
 ATOL = 2e-5
@@ -152,13 +153,118 @@ def test_outgrowing_the_cache_is_an_error(model, tokens):
         jax.block_until_ready(decode(model, tokens[:, :6], model.init_cache(2, 5)))
 
 
-def test_wrong_shapes_are_named(model, tokens):
-    with pytest.raises(ValueError, match=r"`segment_ids` must have the shape of `tokens`, \(2, 8\); got \(2, 7\)"):
-        check_shape("segment_ids", jnp.ones((2, 7), jnp.int32), tokens[:, :8])
-    with pytest.raises(Exception, match=r"(?s)segment_ids.*i32\[2,7\].*tokens.*i32\[2,8\]|segment_ids.*\(2, 7\)"):
-        model(tokens[:, :8], segment_ids=jnp.ones((2, 7), jnp.int32))
+IDS = jnp.ones((2, 3), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "beside", "error", "message"),
+    [
+        ([[1, 2]], {}, TypeError, r"`tokens` must be an array of integers, such as .*; got a list"),
+        (jnp.ones((1, 2)), {}, TypeError, "`tokens` must be an array of integers.*got an array of float32"),
+        (IDS[0], {}, ValueError, r"axes \[batch, seq\], also for one row: .*got shape \(3,\)"),
+        (IDS.at[1, 2].set(61), {}, ValueError, r"holds the id 61 at \[1, 2\], outside the vocabulary of 61"),
+        (-np.ones((2, 3), np.int64), {}, ValueError, r"holds the id -1 at \[0, 0\]"),
+        (
+            IDS,
+            {"segment_ids": IDS[:, :2]},
+            ValueError,
+            r"`segment_ids` must have the shape of .*\(2, 3\); got \(2, 2\)",
+        ),
+        (IDS, {"segment_ids": -IDS}, ValueError, "`segment_ids` must not be negative; got -1"),
+        (IDS, {"segment_ids": IDS > 0}, TypeError, "`segment_ids` must be .* got an array of bool"),
+        (IDS, {"segment_ids": jnp.ones((2, 3))}, TypeError, "`segment_ids` must be .* got an array of float32"),
+        (IDS, {"positions": [[0, 1, 2]] * 2}, TypeError, "`positions` must be .* got a list"),
+    ],
+)
+def test_wrong_inputs_are_named(unchecked, model, tokens, beside, error, message):
+    with pytest.raises(error, match=message):
+        model(tokens, **beside)
+
+
+def test_arrays_of_numpy_are_taken(model):
+    wide = np.asarray([[3, 4, 5]])
+    assert wide.dtype == np.int64  # must not warn
+    ids = np.asarray([[1, 1, 0]], np.uint8)
+    assert np.array_equal(model(wide, segment_ids=ids), model(jnp.asarray(wide), segment_ids=jnp.asarray([[1, 1, 0]])))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "message"),
+    [
+        (jnp.asarray([1, 4]), ValueError, "`lengths` of row 1 must be from 0 to 3; got 4"),
+        (jnp.asarray([-1, 3]), ValueError, "`lengths` of row 0 must be from 0 to 3; got -1"),
+        (jnp.asarray([1.0, 2.0]), TypeError, "`lengths` must be an array of integers"),
+        ([1, 2], TypeError, "`lengths` must be an array of integers.*got a list"),
+        (2, TypeError, "`lengths` must be an array of integers.*got a int"),
+        (jnp.asarray([1]), ValueError, r"a number per row, shape \(2,\); got shape \(1,\)"),
+    ],
+)
+def test_wrong_lengths_are_named(unchecked, model, lengths, error, message):
+    with pytest.raises(error, match=message):
+        model.decode(IDS, model.init_cache(2, 8), lengths=lengths)
+
+
+def test_wrong_lengths_are_named_when_traced():
+    check = jax.jit(lambda lengths: check_lengths(lengths, 3, 1, traced=True))
+    assert check(jnp.asarray([3])) == 3
+    with pytest.raises(Exception, match="`lengths` must be from 0 to the number of tokens of the row"):
+        jax.block_until_ready(check(jnp.asarray([4])))
+
+
+def test_caches_of_other_models_are_refused(unchecked, model):
     with pytest.raises(ValueError, match="`tokens` has 2 rows, the cache was made for 3"):
-        model.decode(tokens, model.init_cache(3, 8))
+        model.decode(IDS, model.init_cache(3, 8))
+    other = kz.KimiLinear(tiny(layer_kinds=("kda",) * 4), key=jr.key(5))
+    wide = kz.KimiLinear(tiny(kv_lora_rank=11), key=jr.key(5))
+    for cache in (other.init_cache(2, 8), wide.init_cache(2, 8)):
+        with pytest.raises(ValueError, match="`cache` was made for another model"):
+            model.decode(IDS, cache)
+    with pytest.raises(TypeError, match=r"`cache` must come from `model\.init_cache`.*got tuple"):
+        model.decode(IDS, ())
+
+
+def test_going_back_needs_lengths_that_were(unchecked):
+    cache = kz.KimiLinear(tiny(layer_kinds=("mla",) * 4), key=jr.key(5)).init_cache(2, 8)
+    cache = eqx.tree_at(lambda c: c.lengths, cache, jnp.asarray([3, 5]))
+    assert cache.rewind(jnp.asarray([0, 5])).lengths.tolist() == [0, 5]
+    for lengths, message in (
+        ([-1, 2], "row 0 must be from 0 to 3; got -1"),
+        ([3, 6], "row 1 must be from 0 to 5; got 6"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache.rewind(jnp.asarray(lengths))
+    with pytest.raises(TypeError, match="got a list"):
+        cache.rewind([1, 2])
+
+
+def test_a_layer_that_cannot_decode_is_named(unchecked, model):
+    foreign = kz.replace_layer(model, 1, kz.Linear(16, 16, key=jr.key(0)))
+    with pytest.raises(TypeError, match="A layer of this model, a Linear, cannot decode"):
+        foreign.init_cache(1, 8)
+    with pytest.raises(TypeError, match="cannot decode"):
+        kz.generate(foreign, [[1]], max_new_tokens=2)
+
+
+def test_layers_are_read_one_at_a_time(unchecked, model):
+    assert model.layers[np.int64(-1)].mixer.num_heads == 3
+    for index in (slice(1, 3), 1.0, "0"):
+        with pytest.raises(TypeError, match="Layers are read one at a time, by a whole number"):
+            model.layers[index]
+
+
+def test_examples_by_vmap(tokens):
+    """A function of one row under `jax.vmap`: outputs and the gradients of every example."""
+    model = kz.KimiLinear(tiny(layer_kinds=("mla",), mlp_kinds=("moe",)), key=jr.key(1))
+
+    def loss(model, row):
+        logits = model(row[None], segment_ids=jnp.ones_like(row)[None])[0]
+        return jnp.sin(logits).sum(), logits
+
+    gradient = eqx.filter_grad(loss, has_aux=True)
+    grads, logits = eqx.filter_jit(eqx.filter_vmap(gradient, in_axes=(None, 0)))(model, tokens[:, :5])
+    assert_close(logits, eqx.filter_jit(model)(tokens[:, :5]), atol=ATOL)
+    expected, _ = eqx.filter_jit(gradient)(model, tokens[1, :5])
+    assert_close(jax.tree.map(lambda leaf: leaf[1], grads), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_many_experts(getkey):

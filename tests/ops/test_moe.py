@@ -52,6 +52,12 @@ def test_groups_keep_the_best_two_scores():
     assert softmax.tolist() == [[0]] and plain[0, 0] == pytest.approx(2 * float(jax.nn.softmax(logits)[0, 0]), rel=1e-6)
 
 
+def test_a_single_expert_keeps_its_score():
+    """As in the published code: divided by itself, its weight would say nothing and the router would not learn."""
+    _, weights = moe.route(jnp.asarray([[0.0, -1.0]]), None, top_k=1, renormalize=True, scale=3.0)
+    assert weights.tolist() == [[1.5]]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -113,6 +119,31 @@ def test_every_form_equals_the_loop(form, tokens, experts, top_k):
     assert_close(y, naive(x, expert_ids, weights, gate, up, down, limit), rtol=1e-5, name="output")
     reference = jax.vjp(lambda x, w, *rest: dense(x, jnp.asarray(expert_ids), w, *rest, limit), *low)[1]
     assert_close(grads, reference(jnp.cos(y)), rtol=1e-4, name="gradients")
+
+
+@pytest.mark.parametrize("form", [*FORMS, moe.expert_mlps], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("ensemble", [False, True])
+def test_batches_by_vmap(getkey, form, ensemble):
+    """Outputs and gradients of each example, or of each model of an ensemble, are those it has alone."""
+    stack = (3,) if ensemble else ()
+    experts = [jr.normal(getkey(), (*stack, *shape)) for shape in ((4, 5, 8), (4, 5, 8), (4, 8, 5))]
+    x, weights = jr.normal(getkey(), (3, 6, 8)), jr.uniform(getkey(), (3, 6, 2))
+    ids = jax.vmap(jax.vmap(lambda key: jr.permutation(key, 4)[:2]))(jr.split(getkey(), (3, 6)))
+
+    def gradients(x, ids, weights, *experts):
+        def loss(x, weights, *experts):
+            y = form(x, ids, weights, *experts, limit=None)
+            return jnp.sin(y).sum(), y
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)(x, weights, *experts)
+
+    together = jax.jit(jax.vmap(gradients, in_axes=(0, 0, 0, *[0 if ensemble else None] * 3)))(
+        x, ids, weights, *experts
+    )
+    alone = jax.jit(gradients)
+    for i in range(3):
+        expected = alone(x[i], ids[i], weights[i], *(leaf[i] if ensemble else leaf for leaf in experts))
+        assert_close(jax.tree.map(lambda leaf: leaf[i], together), expected, rtol=1e-5, name=f"example {i}")
 
 
 def test_form_by_size_and_no_tokens():

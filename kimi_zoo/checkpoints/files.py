@@ -133,12 +133,18 @@ def atomic_folder(destination: str | os.PathLike[str], *, overwrite: bool = Fals
 
     **Raises:** `CheckpointError` before any work if `destination` is a file, is a folder with something in it and
     `overwrite` is false, or is a folder that does not look like a checkpoint (no `config.json`, safetensors file or the
-    like in it, or a `.git` in it), which is never removed.
+    like in it, or a `.git` in it), which is never removed; or if its name is empty or it cannot be
+    made.
     """
+    if not os.fspath(destination):
+        raise CheckpointError("The folder to write to has an empty name.")
     destination = Path(os.path.realpath(destination))
     check_destination(destination, overwrite)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".tmp", dir=destination.parent))
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".tmp", dir=destination.parent))
+    except OSError as error:  # a file where a folder should be, no permission, a full disk
+        raise CheckpointError(f"{destination} cannot be made in {destination.parent}: {error.strerror}.") from None
     folder, replaced = scratch / "new", scratch / "old"
     try:
         folder.mkdir()

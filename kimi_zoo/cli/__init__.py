@@ -73,6 +73,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: that of the process). **Returns:** the exit code."""
+    if sys.stderr is None:  # closed by the caller, as stdout may be
+        sys.stderr = io.StringIO()
+    if sys.stdout is None:
+        complain("stdout is closed, so there is nowhere to write to.")
+        return FAILED
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character gets another one, not an error
     try:

@@ -33,6 +33,11 @@ def printable(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+def one_line(text: str) -> str:
+    """As `printable`, with line ends and tabs replaced too."""
+    return printable(text).translate({ord("\n"): "�", ord("\t"): "�"})
+
+
 def is_terminal(stream: Stream) -> bool:
     """Whether a person reads the stream as it is written."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -66,6 +71,7 @@ def byte_text(count: int) -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
     """Text in columns: the first left-aligned, the others right-aligned. With `width`, the first is cut in its middle
     so that lines fit."""
+    rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
     if width is not None:
         widths[0] = min(widths[0], max(12, width - sum(widths[1:]) - 2 * (len(widths) - 1)))

@@ -105,8 +105,9 @@ def check_eos_ids(eos_ids: SupportsIndex | Iterable[SupportsIndex], vocab_size: 
 
     **Raises:** `TypeError` for anything but integers, `ValueError` for one outside the vocabulary.
     """
-    single = isinstance(eos_ids, str | bytes) or _as_index(eos_ids) is not None or not isinstance(eos_ids, Iterable)
-    listed = [eos_ids] if single else list(eos_ids)
+    listed: list[Any] = [eos_ids]
+    if isinstance(eos_ids, Iterable) and not isinstance(eos_ids, str | bytes) and _as_index(eos_ids) is None:
+        listed = list(eos_ids)
     ids = tuple(index for value in listed if (index := _as_index(value)) is not None and not isinstance(value, bool))
     if len(ids) < len(listed):
         raise TypeError(f"`eos_ids` must be an integer or several; got {eos_ids!r}.")

@@ -195,3 +195,12 @@ class TestAtomicFolder:
             fill(folder, 2)
         assert (tmp_path / "link").is_symlink()
         assert value_in(saved) == (2, 2)
+
+    def test_folders_that_cannot_be_made(self, tmp_path):
+        (tmp_path / "file").touch()
+        for folder, message in (
+            ("", "has an empty name"),
+            (tmp_path / "file" / "x", r"x cannot be made in .*file: \w+"),
+        ):
+            with pytest.raises(CheckpointError, match=message), atomic_folder(folder):
+                pytest.fail("must not get here")

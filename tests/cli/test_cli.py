@@ -120,3 +120,9 @@ def test_numbers_and_tables():
     rows = [("model.layers.10.self_attn.q_proj.weight", "7"), ("b", "12,345")]
     lines = table(("name", "n"), rows, width=24).splitlines()
     assert lines == ["name                   n", "model.l…j.weight       7", "b                 12,345"]
+
+
+def test_closed_stdout_is_said(environment):
+    command = f"{sys.executable} -m kimi_zoo inspect nowhere >&-"
+    done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "kimi-zoo: stdout is closed, so there is nowhere to write to.\n")

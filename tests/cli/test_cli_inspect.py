@@ -8,6 +8,7 @@ from tiny_checkpoint import TINY
 from kimi_zoo import bundled, cli
 from kimi_zoo.checkpoints.safetensors import CheckpointError, save_tensors
 from kimi_zoo.checkpoints.summary import summarize
+from kimi_zoo.cli.terminal import table
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -234,3 +235,7 @@ def test_a_config_that_is_not_loaded_is_noted(tmp_path):
     write_checkpoint(tmp_path, {"model.embed_tokens.weight": (4, 2)}, config)
     (note,) = [note for note in summarize(tmp_path).notes if "does not load" in note]
     assert "attention_gate 1 is not a field of this family" in note
+
+
+def test_names_of_several_lines_keep_the_table_straight():
+    assert table(("Tensor", "bytes"), [("a\nb\tc", "12")]).splitlines() == ["Tensor  bytes", "a�b�c      12"]

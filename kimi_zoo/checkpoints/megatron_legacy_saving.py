@@ -1,5 +1,6 @@
 """Writing legacy Megatron checkpoints: for each rank, a folder `mp_rank_*` with an archive of what that rank holds."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,11 +34,17 @@ class Writer:
         if tied and settled.pp * settled.vpp > 1:  # the last stage needs the embedding too
             (embedding,) = (parameter for parameter in parameters if parameter.row is EMBEDDING)
             self.parameters.append(Parameter(Key(embedding.key.place, HEAD.name), HEAD, embedding.sections, layers))
+        experts = 1 + max((p.key.expert for p in parameters if p.key.expert is not None), default=0)
+        self.experts_here = max(1, experts // settled.ep)
         layout = Layout(settled.tp, settled.pp, settled.ep, settled.etp, settled.vpp)
         self.ranks = {f"{settled.folder}/{layout.folder(*rank)}/{FILES[0]}": rank for rank in layout.ranks()}
 
     def files(self) -> dict[str, int]:
         """Files and the bytes of their tensors."""
+        return self._files
+
+    @functools.cached_property
+    def _files(self) -> dict[str, int]:
         return {
             file: sum(tensor.nbytes for model in self._models(*rank) for tensor in model.values())
             for file, rank in self.ranks.items()
@@ -70,13 +77,12 @@ class Writer:
             stage, virtual = self._stage(parameter.layer)
             if stage != pp:
                 continue
+            if parameter.key.expert is not None and parameter.key.expert // self.experts_here != ep:
+                continue
             split, rank = (settled.etp, 0 if settled.etp == 1 else tp) if parameter.row.expert else (settled.tp, tp)
             key = self._local(parameter)
             if parameter.key.expert is not None:
-                here = self._experts_per_rank()
-                if parameter.key.expert // here != ep:
-                    continue
-                key = key._replace(expert=parameter.key.expert % here)
+                key = key._replace(expert=parameter.key.expert % self.experts_here)
             tensor = self._share(parameter, rank, split)
             if parameter.key.expert is not None and settled.experts == "grouped":
                 grouped[virtual, key._replace(expert=None)].append(tensor)
@@ -93,9 +99,6 @@ class Writer:
         if layer >= self.layers:
             return self.settled.pp - 1, self.settled.vpp - 1
         return self.settled.stage_of(layer, self.layers)
-
-    def _experts_per_rank(self) -> int:
-        return (1 + max(p.key.expert for p in self.parameters if p.key.expert is not None)) // self.settled.ep
 
     def _local(self, parameter: Parameter) -> Key:
         """The key with the number of the layer within its stage."""

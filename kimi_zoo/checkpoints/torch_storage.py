@@ -37,6 +37,9 @@ STORAGES = {
 """torch's storage classes -> the dtype of their elements."""
 
 
+FAULT_AROUND = 1 << 16  # bytes that Linux maps at once where one is looked at
+
+
 @dataclass
 class Storage:
     """Bytes in a mapped file: `size` from `start` on, with the checksum they should have."""
@@ -72,10 +75,12 @@ class Storage:
 
 
 def release_pages(mapping: mmap.mmap, start: int, size: int) -> None:
-    """Gives back the memory that mirrors these bytes of a mapped file."""
+    """Gives back the memory that mirrors these bytes of a mapped file, and what the system maps around them."""
     if hasattr(mmap, "MADV_DONTNEED") and size:
-        begin = start - start % mmap.PAGESIZE
-        mapping.madvise(mmap.MADV_DONTNEED, begin, start + size - begin)
+        begin = max(0, start - FAULT_AROUND)
+        end = min(len(mapping), start + size + FAULT_AROUND)
+        begin -= begin % mmap.PAGESIZE
+        mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from typing import Any, no_type_check
 
 import numpy as np
 
-from kimi_zoo.checkpoints.files import CheckpointError
+from kimi_zoo.checkpoints.files import CheckpointError, release_pages
 from kimi_zoo.checkpoints.pickles import Name, StandIn, read_pickle
-from kimi_zoo.checkpoints.torch_storage import DTYPES, STORAGES, Storage, StoredTensor, release_pages
+from kimi_zoo.checkpoints.torch_storage import DTYPES, STORAGES, Storage, StoredTensor
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
-RELEASE_EVERY = 500  # records
+RELEASE_EVERY = 50  # records
 EXPANDED_LIMIT = 1 << 30  # bytes of a tensor whose strides repeat what is stored
 
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from kimi_zoo.checkpoints.blocks import STEP, Source
-from kimi_zoo.checkpoints.files import CheckpointError
+from kimi_zoo.checkpoints.files import CheckpointError, release_pages
 
 DTYPES: dict[str, np.dtype] = {
     **{name: np.dtype(name) for name in "float64 float32 float16 int64 int32 int16 int8".split()},
@@ -35,9 +35,6 @@ STORAGES = {
     "UntypedStorage": "uint8",
 }
 """torch's storage classes -> the dtype of their elements."""
-
-
-FAULT_AROUND = 1 << 16  # bytes that Linux maps at once where one is looked at
 
 
 @dataclass
@@ -72,15 +69,6 @@ class Storage:
     def unchecked(self) -> memoryview:
         """The bytes, whatever their checksum."""
         return memoryview(self.mapping)[self.start : self.start + self.size]
-
-
-def release_pages(mapping: mmap.mmap, start: int, size: int) -> None:
-    """Gives back the memory that mirrors these bytes of a mapped file, and what the system maps around them."""
-    if hasattr(mmap, "MADV_DONTNEED") and size:
-        begin = max(0, start - FAULT_AROUND)
-        end = min(len(mapping), start + size + FAULT_AROUND)
-        begin -= begin % mmap.PAGESIZE
-        mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Files of a checkpoint folder: JSON with helpful errors, files and folders that appear whole or not at all."""
 
 import json
+import mmap
 import os
 import re
 import shutil
@@ -224,3 +225,17 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     storage = np.empty(nbytes + 63, np.uint8)
     start = -storage.ctypes.data % 64
     return storage[start : start + nbytes].view(dtype).reshape(shape)
+
+
+MAPPED_AROUND = 1 << 21  # bytes that the system maps at once where one is looked at: a huge page
+
+
+def release_pages(mapping: mmap.mmap, start: int, size: int) -> None:
+    """Gives back the memory that mirrors these bytes of a mapped file, and what the system maps around them.
+
+    Mapped pages count as resident memory once they are looked at; views stay valid and read the file again.
+    """
+    if hasattr(mmap, "MADV_DONTNEED") and size:  # elsewhere the system decides alone
+        begin = max(0, start - MAPPED_AROUND)
+        begin -= begin % mmap.PAGESIZE
+        mapping.madvise(mmap.MADV_DONTNEED, begin, min(len(mapping), start + size + MAPPED_AROUND) - begin)

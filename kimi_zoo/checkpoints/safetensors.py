@@ -22,6 +22,7 @@ from kimi_zoo.checkpoints.files import (
     join_problems,
     list_some,
     read_json,
+    release_pages,
 )
 from kimi_zoo.checkpoints.safetensors_header import FLOAT_DTYPES, MappedFile, TensorInfo, map_file
 from kimi_zoo.checkpoints.safetensors_saving import LazyTensor, save_tensors
@@ -150,9 +151,7 @@ class Checkpoint(AbstractCheckpoint):
     @override
     def release(self, name: str) -> None:
         info = self.tensors[name]
-        if hasattr(mmap, "MADV_DONTNEED") and info.nbytes:  # elsewhere the system decides alone
-            start = info.offset - info.offset % mmap.PAGESIZE
-            self._mapping(info).madvise(mmap.MADV_DONTNEED, start, info.offset + info.nbytes - start)
+        release_pages(self._mapping(info), info.offset, info.nbytes)
 
     @override
     def close(self) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from kimi_zoo.checkpoints.blocks import Block, Blocks, Source
-from kimi_zoo.checkpoints.files import CheckpointError, join_problems
+from kimi_zoo.checkpoints.files import CheckpointError, join_problems, release_pages
 from kimi_zoo.checkpoints.pickles import Name, StandIn, read_pickle
 from kimi_zoo.checkpoints.torch_files import map_bytes, read_archive
-from kimi_zoo.checkpoints.torch_storage import DTYPES, StoredTensor, release_pages
+from kimi_zoo.checkpoints.torch_storage import DTYPES, StoredTensor
 
 METADATA = ".metadata"
 MAX_OPEN_FILES = 200

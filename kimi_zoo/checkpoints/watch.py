@@ -23,6 +23,7 @@ _FINITE = {
 }
 
 
+RELEASE_BYTES = 1 << 26  # of a long tensor that may be mirrored in memory at a time
 SMALL = 1 << 16  # bytes that are looked at at once; more of them by another thread, while they are written
 
 
@@ -45,7 +46,7 @@ class Watch:
         **Raises:** `CheckpointError` after a piece that has not the checksum it should have.
         """
         check = finite_check(tensor.dtype)
-        checksum, finite = 0, True
+        checksum, finite, mirrored = 0, True, 0
         for piece in tensor.pieces():
             found, length = 0, 0
             summed = self.summed or piece.checksum is not None
@@ -61,6 +62,10 @@ class Watch:
                 finite = finite and fine
                 length += part.nbytes
                 self.advance(part.nbytes)
+                mirrored += part.nbytes
+                if mirrored > RELEASE_BYTES:
+                    tensor.release()
+                    mirrored = 0
             if piece.checksum is not None and found != piece.checksum:
                 raise CheckpointError(
                     f"{piece.where} is damaged ({name}): its checksum is {found:08x}, "

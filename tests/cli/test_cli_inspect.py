@@ -94,8 +94,8 @@ def test_json_report(capsys):
     report = json.loads(capsys.readouterr().out)
     summary = summarize(TINY)
     documented = (
-        "path format run model_type loaded config quantization files companions pattern layers parameters routing parts "
-        "dtypes memory_per_sequence notes tensors"
+        "path format run model_type loaded config quantization files companions pattern layers parameters routing "
+        "parts dtypes memory_per_sequence notes tensors"
     )
     assert " ".join(report) == documented
     assert report["pattern"] == "K m"

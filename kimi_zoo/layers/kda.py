@@ -243,6 +243,7 @@ class KimiDeltaAttention(eqx.Module):
                 decay[:, 0],
                 beta[:, 0],
                 cache.state,
+                real=None if real is None else real[:, 0],
                 a_log=self.a_log,
                 dt_bias=self.dt_bias,
                 lower_bound=self.lower_bound,
@@ -250,10 +251,8 @@ class KimiDeltaAttention(eqx.Module):
             )
             output = output[:, None]
             if real is not None:
-                keep = real[:, :, None]
-                output = jnp.where(keep[..., None], output, jnp.zeros((), output.dtype))
-                state = jnp.where(keep[..., None], state, cache.state)
-                windows = tuple(jnp.where(keep, new, old) for new, old in zip(windows, old_windows, strict=True))
+                keep = lambda new, old: jnp.where(real[:, :, None], new, old)
+                windows = tuple(map(keep, windows, old_windows))
         else:
             output, state = kimi_delta_attention(
                 query,

@@ -5,7 +5,7 @@ import logging
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kimi_zoo.ops.kda_chunked import kda_chunked
 from kimi_zoo.ops.kda_gates import Activation, Inputs, Tokens, accumulation_dtype, activate_tokens, check_gate
@@ -122,6 +122,7 @@ def kda_step(
     beta: Float[Array, "batch heads"],
     state: Float[Array, "batch heads key_dim value_dim"],
     *,
+    real: Bool[Array, " batch"] | None = None,
     a_log: Float[Array, " heads"] | None = None,
     dt_bias: Float[Array, "..."] | None = None,
     lower_bound: float | None = None,
@@ -130,7 +131,8 @@ def kda_step(
 ) -> tuple[Float[Array, "batch heads value_dim"], Float[Array, "batch heads key_dim value_dim"]]:
     """One token of `kimi_delta_attention`, for decoding: the output and the state after it.
 
-    The arguments mean what they mean there. The state is float32; donate it to the jitted step that calls this.
+    The arguments mean what they mean there. The state is float32; donate it to the jitted step that calls this. Rows
+    that are not `real` keep their state to the bit, and their output is 0.
     """
     batch, _, heads, key_dim = _check_tokens(*(x[:, None] for x in (query, key, value, gate, beta)))
     check_gate(heads, key_dim, a_log, dt_bias, lower_bound)
@@ -138,7 +140,7 @@ def kda_step(
         raise ValueError(f"`state` must have shape {(batch, heads, key_dim, value.shape[-1])}, got {state.shape}.")
     dt_bias = None if dt_bias is None else dt_bias.reshape(heads, key_dim)
     activation = Activation(key_dim**-0.5 if scale is None else scale, lower_bound, use_qk_l2norm)
-    token = activate_tokens(Tokens(query, key, value, gate, beta), None, a_log, dt_bias, activation)
+    token = activate_tokens(Tokens(query, key, value, gate, beta), real, a_log, dt_bias, activation)
     state, output = delta_step(state.astype(token.query.dtype), *token)
     return output.astype(value.dtype), state
 

@@ -4,7 +4,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 
-from kimi_zoo.ops import kda_gate, kimi_delta_attention, l2_norm
+from kimi_zoo.ops import kda_gate, kda_step, kimi_delta_attention, l2_norm
 
 LOG2 = float(np.log(2.0))
 
@@ -91,3 +91,15 @@ def test_the_default_choice_takes_bfloat16_forward_and_backward(getkey):
     run = lambda value: kimi_delta_attention(query, key, value, -jnp.abs(gate), beta)[0]
     assert run(value).dtype == jnp.bfloat16
     assert jax.grad(lambda value: run(value).astype(jnp.float32).sum())(value).dtype == jnp.bfloat16
+
+
+def test_a_step_leaves_rows_that_are_not_real_alone(getkey):
+    query, key, value, gate = (jr.normal(getkey(), (3, 2, 4)) for _ in range(4))
+    beta, state = jr.uniform(getkey(), (3, 2)), jr.normal(getkey(), (3, 2, 4, 4))
+    options = {"a_log": jnp.zeros(2), "dt_bias": jnp.zeros((2, 4)), "use_qk_l2norm": True}
+    value = value.at[1].set(jnp.nan)  # whatever stands there
+    output, new = kda_step(query, key, value, gate, beta, state, real=jnp.asarray([True, False, True]), **options)
+    expected, after = kda_step(query, key, value, gate, beta, state, **options)
+    assert jnp.array_equal(new[1], state[1]) and not output[1].any()
+    for row in (0, 2):
+        assert jnp.array_equal(new[row], after[row]) and jnp.array_equal(output[row], expected[row])

@@ -1,6 +1,6 @@
 """The operator of Kimi Delta Attention on this machine, beside others and beside plain matmuls.
 
-Run as `python benchmarks/kda.py [--what time,length,memory] [--gates bounded,softplus] [--markdown]`.
+Run as `python benchmarks/kda.py [--what time,length,memory] [--gates bounded,softplus]`.
 
 - `time`: forward, and forward with backward, in float32 with L2 normalisation and gate activation included. All
   implementations run in turns in one process; printed are the median and least wall time, and the ratio of the medians

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kimi_zoo.training.trainable import decays, place_of
+from kimi_zoo.training.trainable import NOT_DECAYED, decays, place_of
 
 Schedule = Literal["cosine", "linear", "constant"]
 OPTIMIZERS = ("adamw", "muon", "lion", "adafactor", "sgd")
@@ -72,18 +72,11 @@ def _matrices(params: Any) -> Any:
 
     def spec(path: tuple, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
         _, _, name = place_of(path)
-        if leaf.ndim < 3 or not decays_name(name) or "router" in name:
+        if leaf.ndim < 3 or name.endswith(NOT_DECAYED) or "router" in name:
             return None
         return optax.contrib.MuonDimensionNumbers(leaf.ndim - 1, leaf.ndim - 2)
 
     return jax.tree_util.tree_map_with_path(spec, params)
-
-
-def decays_name(name: str) -> bool:
-    """Whether a parameter of this name is a matrix that decays."""
-    from kimi_zoo.training.trainable import NOT_DECAYED
-
-    return not name.endswith(NOT_DECAYED)
 
 
 def masked_updates(wanted: Any) -> optax.GradientTransformation:

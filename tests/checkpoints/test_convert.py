@@ -339,7 +339,7 @@ def test_damaged_leftovers_do_not_matter(tmp_path, monkeypatch, damage):
 
 
 def test_two_at_once(tmp_path):
-    fcntl = pytest.importorskip("fcntl")
+    fcntl = pytest.importorskip("fcntl")  # Windows has no such locks, and the product takes none there
     partial = partial_folder(tmp_path / "out")
     partial.mkdir()
     with open(partial / "lock", "w") as lock:

@@ -1,6 +1,7 @@
 """Linear maps and token embeddings, stored as published checkpoints store them: `[out, in]`."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -43,9 +44,20 @@ class Embedding(eqx.Module):
         check_std(std)
         self.weight = std * jr.normal(key, (vocab_size, hidden_size))
 
-    def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch hidden_size"]:
-        """The row of each token."""
-        return self.weight[tokens]
+    def __call__(
+        self, tokens: Int[Array, "*batch"], *, tensor_axis: str | None = None
+    ) -> Float[Array, "*batch hidden_size"]:
+        """The row of each token.
+
+        **Arguments:** `tensor_axis`: inside `jax.shard_map`, the mesh axis over which the rows are split, in order.
+        """
+        if tensor_axis is None:
+            return self.weight[tokens]
+        rows = self.weight.shape[0]
+        place = tokens - jax.lax.axis_index(tensor_axis) * rows
+        own = (place >= 0) & (place < rows)
+        found = jnp.where(own[..., None], self.weight[jnp.clip(place, 0, rows - 1)], jnp.zeros((), self.weight.dtype))
+        return jax.lax.psum(found, tensor_axis)
 
     def attend(self, x: Float[Array, "*batch hidden_size"]) -> Float[Array, "*batch vocab_size"]:
         """Scores of every token for the vectors `x`: the tied output head."""

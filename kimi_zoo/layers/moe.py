@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 from kimi_zoo.layers.checks import check_std
 from kimi_zoo.layers.mlp import MLP
 from kimi_zoo.ops.moe import expert_mlps, route
+from kimi_zoo.ops.moe_dispatch import dispatched_expert_mlps
 
 
 class Router(eqx.Module):
@@ -106,19 +107,27 @@ class MoE(eqx.Module):
         self.shared = shared
         self.limit = limit or None
 
-    def __call__(self, x: Float[Array, "*batch hidden_size"]) -> Float[Array, "*batch hidden_size"]:
-        """Applied to every token by itself: what a token gives does not depend on which others there are."""
+    def __call__(
+        self,
+        x: Float[Array, "*batch hidden_size"],
+        *,
+        expert_axis: str | None = None,
+        expert_capacity: float | None = None,
+    ) -> Float[Array, "*batch hidden_size"]:
+        """Applied to every token by itself: what a token gives does not depend on which others there are, unless they
+        fill the `expert_capacity`.
+
+        **Arguments:** inside `jax.shard_map`, the mesh axis over which the experts and the tokens are split, and the
+        room on each device: see `kimi_zoo.ops.moe_dispatch`.
+        """
         tokens = x.reshape(-1, x.shape[-1])
-        expert_ids, expert_weights = self.router(tokens)
         experts = self.experts
-        y = expert_mlps(
-            tokens,
-            expert_ids,
-            expert_weights,
-            experts.gate_proj,
-            experts.up_proj,
-            experts.down_proj,
-            limit=self.limit,
-        )
+        arguments = (tokens, *self.router(tokens), experts.gate_proj, experts.up_proj, experts.down_proj)
+        if expert_axis is None:
+            y = expert_mlps(*arguments, limit=self.limit)
+        else:
+            y = dispatched_expert_mlps(
+                *arguments, expert_axis=expert_axis, capacity=expert_capacity, limit=self.limit
+            )
         y = y.reshape(x.shape)
         return y if self.shared is None else y + self.shared(x)

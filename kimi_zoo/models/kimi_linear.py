@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32, Integer, PRNGKeyArray
 
@@ -24,7 +25,10 @@ from kimi_zoo.layers.stack import LayerStack, stack_layers
 from kimi_zoo.models.inputs import AnyArray, check_beside_tokens, check_lengths, check_tokens
 from kimi_zoo.models.kimi_linear_config import KIMI_LINEAR_48B_A3B as KIMI_LINEAR_48B_A3B
 from kimi_zoo.models.kimi_linear_config import KimiLinearConfig as KimiLinearConfig
+from kimi_zoo.models.kimi_linear_partition import logit_spec, over_mesh
 from kimi_zoo.ops.packing import segment_positions
+from kimi_zoo.parallel.axes import ONE_DEVICE, Axes, Parallelism, as_parallelism
+from kimi_zoo.parallel.split import keep_all_but_gathered, whole
 
 
 class KimiBlock(eqx.Module):
@@ -49,10 +53,11 @@ class KimiBlock(eqx.Module):
         *,
         positions: Int[Array, "batch seq"],
         segment_ids: Int[Array, "batch seq"] | None = None,
+        axes: Axes = ONE_DEVICE,
     ) -> Float[Array, "batch seq hidden_size"]:
-        """The residual stream after this block; see `KimiLinear.__call__` for the arguments."""
-        x = self.mix(x, positions=positions, segment_ids=segment_ids)
-        return x + self.mlp(self.post_norm(x))
+        """The residual stream after this block; see `KimiLinear.hidden_states` for the arguments."""
+        x = self.mix(x, positions=positions, segment_ids=segment_ids, axes=axes)
+        return x + self.feed(self.post_norm(x), axes=axes)
 
     def mix(
         self,
@@ -60,12 +65,28 @@ class KimiBlock(eqx.Module):
         *,
         positions: Int[Array, "batch seq"],
         segment_ids: Int[Array, "batch seq"] | None = None,
+        axes: Axes = ONE_DEVICE,
     ) -> Float[Array, "batch seq hidden_size"]:
         """The first half of the block: what its MLP reads, before the norm."""
         mixed = self.input_norm(x)
         if isinstance(self.mixer, MultiHeadLatentAttention):
-            return x + self.mixer(mixed, positions=positions, segment_ids=segment_ids)
-        return x + self.mixer(mixed, segment_ids=segment_ids)
+            context = axes.sequence or None
+            options = {"context_axis": context} if context else {}
+            mixed = self.mixer(mixed, positions=positions, segment_ids=segment_ids, **options)
+        else:
+            options = {"context_axis": axes.context, "head_axis": axes.heads} if axes.sequence else {}
+            mixed = self.mixer(mixed, segment_ids=segment_ids, **options)
+        return x + _sum_parts(mixed, axes.tensor)
+
+    def feed(
+        self, normed: Float[Array, "batch seq hidden_size"], *, axes: Axes = ONE_DEVICE
+    ) -> Float[Array, "batch seq hidden_size"]:
+        """The second half of the block, behind the norm: what is added to the residual stream."""
+        if isinstance(self.mlp, MoE):
+            y = self.mlp(normed, expert_axis=axes.expert, expert_capacity=axes.expert_capacity)
+        else:
+            y = self.mlp(normed)
+        return _sum_parts(y, axes.tensor)
 
     def init_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> KDACache | MLACache:
         """What this block remembers, before the first token."""
@@ -92,6 +113,11 @@ class KimiBlock(eqx.Module):
             mixed, update = self.mixer.extend(mixed, cast(KDACache, cache), real=real)
         x = x + mixed
         return x + self.mlp(self.post_norm(x)), update
+
+
+def _sum_parts(x: Array, axis: str | None) -> Array:
+    """The sum over devices that each hold some of the heads, or of the inner channels."""
+    return x if axis is None else jax.lax.psum(x, axis)
 
 
 def _mixer(config: KimiLinearConfig, layer: int, *, key: PRNGKeyArray) -> KimiDeltaAttention | MultiHeadLatentAttention:
@@ -231,6 +257,7 @@ class KimiLinear(eqx.Module):
         *,
         segment_ids: Integer[AnyArray, "batch seq"] | None = None,
         positions: Integer[AnyArray, "batch seq"] | None = None,
+        mesh: Parallelism | Mesh | str | None = None,
     ) -> Float[Array, "batch seq vocab_size"]:
         """Next-token logits at every position.
 
@@ -239,11 +266,21 @@ class KimiLinear(eqx.Module):
         - `segment_ids`: 1, 2, ... for the documents packed in a row, 0 for padding; `None` means one document per row.
             No document sees another, in attention, convolution or recurrent state.
         - `positions`: of the tokens in their documents; by default they restart with each.
+        - `mesh`: the devices to compute on, such as `"fsdp=4,context=2"`; best those that `from_pretrained` was given.
+            Rows and tokens are split over them, and so is the result: see `kimi_zoo.parallel`.
 
         **Raises:** `TypeError` for anything but arrays of integers; `ValueError` for wrong shapes and, where values are
-        known (not under `jax.jit`), for ids outside the vocabulary and negative numbers.
+        known (not under `jax.jit`), for ids outside the vocabulary and negative numbers; for what the mesh cannot split
+        evenly.
         """
-        return self.logits(self.hidden_states(tokens, segment_ids=segment_ids, positions=positions))
+        parallelism = as_parallelism(mesh)
+        if parallelism is None:
+            return self.logits(self.hidden_states(tokens, segment_ids=segment_ids, positions=positions))
+        arrays = self._check_tokens(tokens, segment_ids, positions)
+        run = lambda model, tokens, segment_ids, positions, axes: model.logits(
+            model.hidden_states(tokens, segment_ids=segment_ids, positions=positions, axes=axes)
+        )
+        return over_mesh(run, self, arrays, parallelism, logit_spec(self.config, parallelism))
 
     def hidden_states(
         self,
@@ -251,21 +288,46 @@ class KimiLinear(eqx.Module):
         *,
         segment_ids: Integer[AnyArray, "batch seq"] | None = None,
         positions: Integer[AnyArray, "batch seq"] | None = None,
+        axes: Axes = ONE_DEVICE,
     ) -> Float[Array, "batch seq hidden_size"]:
-        """As calling the model, but stops before the output head: what `logits` takes."""
+        """As calling the model, but stops before the output head: what `logits` takes.
+
+        **Arguments:** `axes`: inside `jax.shard_map`, the mesh axes that parameters and tokens are split over; then
+        `positions` must be given, and parameters split over `fsdp` be marked (`kimi_zoo.parallel`).
+        """
+        tokens, segment_ids, positions = self._check_tokens(tokens, segment_ids, positions)
+        options = {} if axes == ONE_DEVICE else {"axes": axes}  # a layer put in by `replace_layer` may know none
+
+        def apply(x: Array, layer: Any) -> tuple[Array, None]:
+            return whole(layer)(x, positions=positions, segment_ids=segment_ids, **options), None
+
+        x, _ = self.layers.scan(apply, self.embed(tokens, axes), remat=keep_all_but_gathered() if axes.fsdp else False)
+        return self.norm(x)
+
+    def embed(self, tokens: Int[Array, "batch seq"], axes: Axes = ONE_DEVICE) -> Float[Array, "batch seq hidden_size"]:
+        """The token vectors that the first layer reads."""
+        embedding = whole(self.embedding)
+        return embedding(tokens, tensor_axis=self.vocabulary_axis(embedding.weight, axes))
+
+    def logits(self, hidden: Float[Array, "*batch hidden_size"]) -> Float[Array, "*batch vocab_size"]:
+        """The output head on normalised hidden states.
+
+        Inside `jax.shard_map`, of this device's part of the vocabulary: see `vocabulary_axis`.
+        """
+        return whole(self.embedding).attend(hidden) if self.head is None else whole(self.head)(hidden)
+
+    def vocabulary_axis(self, table: Float[Array, "rows hidden_size"], axes: Axes) -> str | None:
+        """The mesh axis that the vocabulary is split over, if `table` holds a part of it."""
+        return axes.tensor if table.shape[0] != self.config.vocab_size else None
+
+    def _check_tokens(self, tokens: Any, segment_ids: Any, positions: Any) -> tuple[Array, Array | None, Array]:
+        """Tokens, segment ids and positions, in which each document starts anew if they are not given."""
         tokens = check_tokens(tokens, self.config.vocab_size)
         segment_ids = check_beside_tokens("segment_ids", segment_ids, tokens)
         positions = check_beside_tokens("positions", positions, tokens)
         if positions is None:
-            ids = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
-            positions = segment_positions(ids)
-        apply = lambda x, layer: (layer(x, positions=positions, segment_ids=segment_ids), None)
-        x, _ = self.layers.scan(apply, self.embedding(tokens))
-        return self.norm(x)
-
-    def logits(self, hidden: Float[Array, "*batch hidden_size"]) -> Float[Array, "*batch vocab_size"]:
-        """The output head on normalised hidden states."""
-        return self.embedding.attend(hidden) if self.head is None else self.head(hidden)
+            positions = segment_positions(jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids)
+        return tokens, segment_ids, positions
 
     def init_cache(self, batch: int, max_length: int) -> KimiLinearCache:
         """An empty cache for `batch` rows of at most `max_length` tokens.

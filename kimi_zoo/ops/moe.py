@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from kimi_zoo.ops.activations import swiglu
+from kimi_zoo.ops.varying import vary_alike, zeros_like
 
 BLOCK_ROWS = 32  # rows of one expert computed together on CPU, forward only
 TRAINING_ROWS = 128  # and with derivatives
@@ -80,12 +81,12 @@ def expert_mlps(
     through the weights of the experts they chose, one pair after another; many are sorted by expert into blocks.
     Elsewhere they are sorted into one ragged matmul. Derivatives are those of reverse mode.
 
-    **Arguments:** `limit`: see `swiglu`.
+    **Arguments:** `limit`: see `swiglu`; an id of `experts`, with a weight of 0, stands for none.
     """
     if x.shape[0] == 0:
         return x
     form = _chosen if expert_ids.size <= FEW_PAIRS else _blocks
-    arguments = (x, expert_ids, expert_weights, gate, up, down)
+    arguments = vary_alike((x, expert_ids, expert_weights, gate, up, down))
     return jax.lax.platform_dependent(*arguments, cpu=partial(form, limit=limit), default=partial(_ragged, limit=limit))
 
 
@@ -106,7 +107,7 @@ def _chosen(
         y = _mlp(x[token][None], gate[expert], up[expert], down[expert], limit)[0]
         return output.at[token].add(expert_weights.reshape(-1)[index] * y.astype(jnp.float32)), None
 
-    start = jnp.zeros(x.shape, jnp.float32)
+    start = zeros_like(x.astype(jnp.float32))
     return jax.lax.scan(pair, start, jnp.arange(expert_ids.size))[0].astype(x.dtype)
 
 
@@ -159,13 +160,15 @@ def _sorted(
     padded = (sizes + size - 1) // size * size
     ends = jnp.cumsum(padded)
     shift = (ends - padded) - (jnp.cumsum(sizes) - sizes)  # from sorted place to padded place, per expert
-    place = jnp.arange(rows) + shift[flat[order]]
-    source = jnp.full(blocks * size, tokens).at[place].set(order // top_k)  # row `tokens` does not exist: filled with 0
+    some = flat[order] < count
+    place = jnp.where(some, jnp.arange(rows) + shift[jnp.minimum(flat[order], count - 1)], blocks * size)
+    # row `tokens` does not exist: filled with 0
+    source = jnp.full(blocks * size, tokens).at[place].set(order // top_k, mode="drop")
     inputs = jnp.take(x, source, axis=0, mode="fill", fill_value=0).reshape(blocks, size, -1)
     owner = jnp.searchsorted(ends, jnp.arange(blocks) * size, side="right")  # `count` for blocks that nothing fills
     outputs = experts(inputs, owner, gate, up, down, limit).reshape(blocks * size, -1)
     where = jnp.zeros(rows, place.dtype).at[order].set(place).reshape(tokens, top_k)
-    return _combine(outputs[where], expert_weights, x.dtype)
+    return combine(jnp.take(outputs, where, axis=0, mode="fill", fill_value=0), expert_weights, x.dtype)
 
 
 def _loop(
@@ -201,7 +204,8 @@ def _ragged(
     matmul = lambda a, w: _ragged_matmul(a, w.astype(x.dtype), sizes)
     inputs = x[order // top_k]
     outputs = matmul(swiglu(matmul(inputs, gate), matmul(inputs, up), limit), down)
-    return _combine(outputs[jnp.argsort(order)].reshape(tokens, top_k, -1), expert_weights, x.dtype)
+    outputs = jnp.where((flat[order] < gate.shape[0])[:, None], outputs, jnp.zeros((), outputs.dtype))
+    return combine(outputs[jnp.argsort(order)].reshape(tokens, top_k, -1), expert_weights, x.dtype)
 
 
 @jax.custom_vjp
@@ -235,6 +239,8 @@ def _ragged_backward(saved: tuple[Array, Array, Array], cotangent: Array) -> tup
 _ragged_matmul.defvjp(_ragged_forward, _ragged_backward)
 
 
-def _combine(outputs: Array, expert_weights: Array, dtype: jnp.dtype) -> Array:
+def combine(
+    outputs: Float[Array, "tokens top_k hidden"], expert_weights: Float32[Array, "tokens top_k"], dtype: jnp.dtype
+) -> Float[Array, "tokens hidden"]:
     """The weighted sum over the chosen experts, in float32."""
     return jnp.einsum("tkh,tk->th", outputs.astype(jnp.float32), expert_weights).astype(dtype)

@@ -1,0 +1,86 @@
+"""What the tests of meshes share: a tiny model that every axis can split, packed batches, and the comparison."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+from helpers import assert_close, tiny
+
+import kimi_zoo as kz
+from kimi_zoo.models.kimi_linear_partition import RULES
+from kimi_zoo.parallel.axes import Parallelism, make_mesh
+from kimi_zoo.parallel.partition import place
+from kimi_zoo.training.loss import batch_sums
+from kimi_zoo.training.packing import Batch
+
+# 8 of everything that an axis splits; other sizes differ from one another
+CONFIG = tiny(
+    vocab_size=72,
+    hidden_size=24,
+    intermediate_size=40,
+    linear_num_heads=8,
+    linear_head_dim=6,
+    num_attention_heads=8,
+    num_experts=8,
+    num_experts_per_token=3,
+    moe_intermediate_size=16,
+)
+# forward and backward through four layers in float32; sums over devices are taken in another order
+TOLERANCE = 3e-5
+
+
+def model_of(config=CONFIG, seed=0):
+    model = kz.KimiLinear(config, key=jr.key(seed))
+    # a balancing bias that matters, and norms that are not all one
+    spread = lambda leaf: leaf + 0.1 * jr.normal(jr.key(leaf.size), leaf.shape) if leaf.ndim <= 2 else leaf
+    return jax.tree.map(spread, model)
+
+
+def parallelism_of(sizes: dict, **names) -> Parallelism:
+    count = int(np.prod(list(sizes.values())))
+    return Parallelism(make_mesh(sizes, jax.devices()[:count]), **names)
+
+
+def batch_of_segments(rows, vocab=CONFIG.vocab_size, seed=3) -> Batch:
+    """A batch from segment ids `[rows, seq]`; the last token of each document is not learned."""
+    ids = np.asarray(rows, np.int32)
+    random = np.random.default_rng(seed)
+    tokens = np.where(ids > 0, random.integers(1, vocab, ids.shape), 0).astype(np.int32)
+    same = np.pad(ids[:, 1:] == ids[:, :-1], ((0, 0), (0, 1))) & (ids > 0)
+    targets = np.where(same, np.roll(tokens, -1, 1), 0).astype(np.int32)
+    return Batch(*map(jnp.asarray, (tokens, targets, same.astype(np.float32), ids)))
+
+
+def runs(*lengths, padding=0):
+    """Segment ids 1, 2, ... of these lengths, and padding behind them."""
+    return np.concatenate([np.full(n, i + 1) for i, n in enumerate(lengths)] + [np.zeros(padding, int)])
+
+
+def loss_and_gradients(model, batch, mesh=None, **options):
+    """Mean loss, its parts, and its gradient for every parameter."""
+
+    @eqx.filter_jit
+    def run(model, batch):
+        def objective(model):
+            sums = batch_sums(model, batch, mesh=mesh, **options)
+            return (sums.loss + 0.01 * sums.z + 0.1 * sums.balance) / sums.tokens, sums
+
+        (loss, sums), gradient = eqx.filter_value_and_grad(objective, has_aux=True)(model)
+        return loss, sums, gradient
+
+    return run(model, batch)
+
+
+def assert_same_on_mesh(model, batch, parallelism, expected=None, **options):
+    loss, sums, gradient = expected or loss_and_gradients(model, batch)
+    placed = place(model, parallelism, RULES)
+    got_loss, got_sums, got_gradient = loss_and_gradients(placed, batch, parallelism, **options)
+    assert_close(got_loss, loss, rtol=TOLERANCE, name="loss")
+    assert_close(got_sums, sums, rtol=TOLERANCE, name="sums")
+    for (path, want), got in zip(
+        jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(got_gradient), strict=True
+    ):
+        assert_close(got, want, rtol=TOLERANCE, atol=1e-7, name=jax.tree_util.keystr(path))
+    for spread, part in zip(jax.tree.leaves(placed), jax.tree.leaves(got_gradient), strict=False):
+        del spread, part

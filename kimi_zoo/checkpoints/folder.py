@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm
 
 from kimi_zoo.bundled import find_weights
@@ -41,6 +41,10 @@ from kimi_zoo.checkpoints.sources import (
 )
 from kimi_zoo.checkpoints.tables import kimi_linear as table
 from kimi_zoo.models.kimi_linear import KimiLinear, KimiLinearConfig, Published, with_published
+from kimi_zoo.models.kimi_linear_partition import RULES, check_mesh
+from kimi_zoo.parallel.axes import Parallelism, as_parallelism
+from kimi_zoo.parallel.partition import shardings
+from kimi_zoo.parallel.processes import is_first, wait_for_all, whole_value
 
 logger = logging.getLogger("kimi_zoo")
 
@@ -60,7 +64,7 @@ def from_pretrained(
     *,
     config: str | Path | Mapping[str, Any] | None = None,
     dtype: Any = None,
-    mesh: Mesh | None = None,
+    mesh: Parallelism | Mesh | str | None = None,
     progress: bool = False,
 ) -> KimiLinear:
     """Loads a model from a checkpoint folder: in published layout, or of Megatron or torch (see `kimi_zoo.convert`).
@@ -74,8 +78,8 @@ def from_pretrained(
     - `config`: a `config.json`, its folder or its fields: what the checkpoint itself does not state.
     - `dtype`: floating-point dtype to convert to while reading; `None` keeps the stored dtypes. `a_log`, `dt_bias` and
         the router's balancing bias are float32 always.
-    - `mesh`: devices to spread the parameters over: each is split along its largest dimension that the mesh axis `fsdp`
-        divides, and each process reads its own slices only. `None` places them on the default device.
+    - `mesh`: devices to spread the parameters over, such as `"fsdp=4,tensor=2"`, as `kimi_linear_partition` says; each
+        process reads its own slices only. `None` places them on the default device.
     - `progress`: whether to show a progress bar.
 
     **Raises:** `CheckpointError` (a `ValueError`) that lists everything which does not fit: the configuration,
@@ -102,7 +106,10 @@ def from_pretrained(
         spellings = tuple((source.entry.name(0), source.spelling) for source in sources if source.spelling != (0, 0))
         published = Published(root, spellings, tied_head, str(folder.resolve()), json.dumps(raw))
         skeleton = with_dtypes(with_published(skeleton, published), _dtypes(checkpoint, sources, target))
-        return _fill(skeleton, checkpoint, sources, mesh, progress)
+        parallelism = as_parallelism(mesh)
+        if parallelism is not None:
+            check_mesh(settled, parallelism)
+        return _fill(skeleton, checkpoint, sources, parallelism, progress)
 
 
 def weight_dtype(dtype: Any) -> np.dtype | None:
@@ -160,7 +167,8 @@ def save_pretrained(
     """Writes a checkpoint folder in published layout, which transformers and mlx-lm read: weights, `config.json`, and
     the tokenizer and generation files of the folder that the model was loaded from.
 
-    The folder appears at once and whole, or not at all.
+    The folder appears at once and whole, or not at all. Parameters that are spread over devices are gathered one tensor
+    at a time. With several processes, all call this, and the first one writes.
 
     **Arguments:**
 
@@ -190,6 +198,11 @@ def save_pretrained(
     for name, (entry, shape, take) in outgoing.items():
         kept = np.float32 if entry.row.leaf in table.FLOAT32_LEAVES else target or _leaf(model, entry).dtype
         tensors[name] = LazyTensor(shape, np.dtype(kept), _cast(take, kept))
+    if not is_first():
+        for tensor in tensors.values():  # takes part in gathering each
+            tensor.load()
+        wait_for_all("model saved")
+        return
     if keep_left_out:
         tensors |= _left_out(model, set(tensors))
     sizes: dict[str, int] = {}
@@ -203,6 +216,7 @@ def save_pretrained(
         for name in CARRIED:
             if source is not None and (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
+    wait_for_all("model saved")
 
 
 def _left_out(model: KimiLinear, written: set[str]) -> dict[str, LazyTensor]:
@@ -220,7 +234,7 @@ def _left_out(model: KimiLinear, written: set[str]) -> dict[str, LazyTensor]:
 
 
 def _cast(take: Callable[[], jax.Array], dtype: Any) -> Callable[[], np.ndarray]:
-    return lambda: np.asarray(take()).astype(dtype, copy=False)
+    return lambda: whole_value(take()).astype(dtype, copy=False)
 
 
 def _find_root(checkpoint: AbstractCheckpoint, folder: Path) -> str:
@@ -374,10 +388,11 @@ def _fill(
     model: KimiLinear,
     checkpoint: AbstractCheckpoint,
     sources: list[Source],
-    mesh: Mesh | None,
+    parallelism: Parallelism | None,
     progress: bool,
 ) -> KimiLinear:
     """Puts arrays in the place of the skeleton's leaves."""
+    spread = None if parallelism is None else shardings(model, parallelism, RULES)
     parts: dict[tuple, dict[int, Source]] = {}
     for source in sources:
         layer = source.entry.layer
@@ -388,7 +403,8 @@ def _fill(
         paths, arrays = [], []
         for (section, position, leaf), layers in parts.items():
             paths.append((section, position, leaf))
-            arrays.append(_read(checkpoint, layers, _find(model, paths[-1]), section is not None, mesh))
+            sharding = None if spread is None else _find(spread, paths[-1])
+            arrays.append(_read(checkpoint, layers, _find(model, paths[-1]), section is not None, sharding))
             bar.update(sum(checkpoint.tensors[name].nbytes for source in layers.values() for name in source.names))
     return eqx.tree_at(lambda m: [_find(m, path) for path in paths], model, arrays)
 
@@ -403,7 +419,7 @@ def _read(
     layers: Mapping[int, Source],
     leaf: jax.ShapeDtypeStruct,
     stacked: bool,
-    mesh: Mesh | None,
+    sharding: NamedSharding | None,
 ) -> jax.Array:
     """One parameter: of the model, or of a stack of layers."""
     shape, wanted = leaf.shape, np.dtype(leaf.dtype)
@@ -421,11 +437,8 @@ def _read(
                 _copy(checkpoint, layers[layer].names[expert], shape[int(stacked) + 1 :], inner[1:], place[number])
         return out
 
-    if mesh is None:
+    if sharding is None:
         return jax.device_put(read(tuple(slice(None) for _ in shape)))
-    # left to the compiler: with explicit axes, every product over a split dimension would need an annotation
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    sharding = NamedSharding(mesh, fsdp_spec(shape, mesh, stacked=stacked))
     return jax.make_array_from_callback(shape, sharding, lambda index: read(index or ()))
 
 
@@ -436,13 +449,3 @@ def _copy(checkpoint: AbstractCheckpoint, name: str, shape: tuple, index: tuple[
     else:
         out[...] = checkpoint.read(name).reshape(shape)[index]
         checkpoint.release(name)
-
-
-def fsdp_spec(shape: tuple[int, ...], mesh: Mesh, *, stacked: bool) -> PartitionSpec:
-    """Splits the largest dimension (a stack's layer axis aside) that the mesh axis `fsdp` divides; otherwise none."""
-    size = mesh.shape.get("fsdp", 1)
-    axes = [axis for axis in range(int(stacked), len(shape)) if size > 1 and shape[axis] % size == 0]
-    if not axes:
-        return PartitionSpec()
-    best = max(axes, key=lambda axis: shape[axis])
-    return PartitionSpec(*("fsdp" if axis == best else None for axis in range(len(shape))))

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from kimi_zoo.cli.runtime import keep_compiled_programs, quiet_libraries
+from kimi_zoo.cli.runtime import add_mesh_options, keep_compiled_programs, quiet_libraries, start_devices
 from kimi_zoo.cli.terminal import UsageError, complain, is_terminal
 
 DESCRIPTION = """\
@@ -37,6 +37,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--batch-size", metavar="N", type=int, default=8, help="rows at a time (default 8)")
     add("--no-packing", action="store_true", help="one example in a row: slower, the same result")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation (default float32)")
+    add_mesh_options(parser)
     add("--json", action="store_true", help="print one JSON object")
     add("--quiet", action="store_true", help="no progress")
 
@@ -44,6 +45,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures. **Returns:** the exit code."""
     quiet_libraries()
+    talks = start_devices(args)
     from kimi_zoo.training.evaluation import evaluate
     from kimi_zoo.training.examples import DataError
 
@@ -58,11 +60,14 @@ def run(args: argparse.Namespace) -> int:
             rows=args.batch_size,
             packed=not args.no_packing,
             dtype=args.dtype,
-            progress=not args.quiet and is_terminal(sys.stderr),
+            mesh=args.mesh,
+            progress=talks and not args.quiet and is_terminal(sys.stderr),
             warn=(lambda _text: None) if args.quiet else complain,
         )
     except (DataError, ValueError) as error:
         raise UsageError(str(error)) from error
+    if not talks:
+        return 0
     if args.json:
         print(json.dumps(result))
     else:

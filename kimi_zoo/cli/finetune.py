@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from kimi_zoo.cli.runtime import keep_compiled_programs, quiet_libraries
+from kimi_zoo.cli.runtime import add_mesh_options, keep_compiled_programs, quiet_libraries, start_devices
 from kimi_zoo.cli.terminal import UsageError, complain, is_terminal
 
 DESCRIPTION = """\
@@ -20,6 +20,7 @@ examples:
   kimi-zoo finetune weights/kimi-linear-stdlib-5m --data examples/data/docstrings.jsonl --output run
   kimi-zoo finetune MODEL --data chats.jsonl --output run --lora 16 --epochs 3
   kimi-zoo finetune MODEL --data texts/ --output run --steps 500 --dtype bfloat16 --remat full --resume
+  kimi-zoo finetune MODEL --data texts/ --output run --mesh fsdp=4,context=2 --dtype bfloat16
   kimi-zoo generate run/model "def "
   kimi-zoo fuse MODEL run/adapter fused
 
@@ -88,6 +89,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         default=0.0,
         help="moves of the balancing bias (default 0: fixed)",
     )
+    add_mesh_options(parser.add_argument_group("devices"))
     add = parser.add_argument_group("telling").add_argument
     add("--tensorboard", action="store_true", help="also write for TensorBoard (needs the extra of this name)")
     add("--json", action="store_true", help="print a summary as JSON at the end")
@@ -99,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     quiet_libraries()
     from tqdm import tqdm
 
+    talks = start_devices(args)
+    args.quiet, args.tensorboard, args.json = args.quiet or not talks, args.tensorboard and talks, args.json and talks
     keep_compiled_programs()
     from kimi_zoo.training.examples import DataError
     from kimi_zoo.training.lora import ALL_LINEAR
@@ -164,6 +168,7 @@ def run(args: argparse.Namespace) -> int:
             resume=args.resume,
             save_every=args.save_every,
             keep=args.keep,
+            mesh=args.mesh,
             report=Report(say, step, prepared),
             on_metrics=_tensorboard(args.output) if args.tensorboard else lambda _line: None,
         )

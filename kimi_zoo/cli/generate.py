@@ -10,7 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kimi_zoo.cli.runtime import CompileClock, keep_compiled_programs, quiet_libraries
+from kimi_zoo.cli.runtime import (
+    CompileClock,
+    add_mesh_options,
+    keep_compiled_programs,
+    quiet_libraries,
+    start_devices,
+)
 from kimi_zoo.cli.streaming import StopWatch, closing_line, collect, print_stream
 from kimi_zoo.cli.terminal import Status, UsageError, is_terminal
 
@@ -97,6 +103,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         default="auto",
         help="dtype of weights and computation; auto: float32 on a CPU, as stored elsewhere",
     )
+    add_mesh_options(running)
     add("--json", action="store_true", help="print one JSON object at the end instead of the text")
     add("--quiet", action="store_true", help="no progress and no closing line on stderr")
 
@@ -127,11 +134,13 @@ def run(args: argparse.Namespace) -> int:
     if "" in args.stop:
         raise UsageError("--stop needs some text; an empty one would end at once.")
     quiet_libraries()
+    talks = start_devices(args)
+    args.quiet = args.quiet or not talks
     with Status(wanted=not args.quiet) as status:
-        return _generate(args, prompt, started, status)
+        return _generate(args, prompt, started, status, talks)
 
 
-def _generate(args: argparse.Namespace, prompt: str, started: float, status: Status) -> int:
+def _generate(args: argparse.Namespace, prompt: str, started: float, status: Status, talks: bool) -> int:
     status.show("loading")
     from kimi_zoo.bundled import find_weights
     from kimi_zoo.tokenizers import load_tokenizer
@@ -148,6 +157,9 @@ def _generate(args: argparse.Namespace, prompt: str, started: float, status: Sta
     status.show("preparing (faster the next time)")
     watch = StopWatch(args.num_samples)
     events = watch.watching(start_stream(model, ids, tokenizer, settings, args))
+    if not talks:
+        collect(events, args.num_samples, args.seed)
+        return 0
     if not args.json:
         print_stream(events, prompt, args.num_samples, status)
         if not args.quiet:
@@ -241,7 +253,9 @@ def load_model(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "stored"  # CPUs multiply bfloat16 slowly
     progress = not args.quiet and is_terminal(sys.stderr)
-    return from_pretrained(folder, dtype=None if dtype == "stored" else dtype, progress=progress), dtype
+    kind = None if dtype == "stored" else dtype
+    with bad_input():
+        return from_pretrained(folder, dtype=kind, mesh=args.mesh, progress=progress), dtype
 
 
 def start_stream(model: Any, ids: list[int], tokenizer: Any, settings: Any, args: argparse.Namespace) -> Iterator[Any]:

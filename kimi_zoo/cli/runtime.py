@@ -1,12 +1,13 @@
 """JAX as a command wants it: quiet, and with compiled programs kept between runs."""
 
+import argparse
 import logging
 import os
 import time
 import warnings
 from pathlib import Path
 
-from kimi_zoo.cli.terminal import complain
+from kimi_zoo.cli.terminal import UsageError, complain
 
 _OFF = ("off", "0", "none", "")
 
@@ -70,6 +71,31 @@ def keep_compiled_programs() -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small programs add up too
+
+
+def add_mesh_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Adds the options of commands that run on several devices."""
+    add = parser.add_argument
+    add("--mesh", metavar="AXES", help="devices, as fsdp=4,context=2 (axes: data fsdp expert context heads tensor)")
+    add("--distributed", action="store_true", help="join the processes of a job: JAX_COORDINATOR_ADDRESS, SLURM, TPU")
+
+
+def start_devices(args: argparse.Namespace) -> bool:
+    """Joins the processes of the job, if asked to. **Returns:** whether this one writes and talks.
+
+    **Raises:** `UsageError` if the job cannot be found, or there is no mesh to use its devices.
+    """
+    if not args.distributed:
+        return True
+    if not args.mesh:
+        raise UsageError("--distributed needs --mesh, which says how the devices of all processes are used.")
+    from kimi_zoo.parallel.processes import is_first, start_processes
+
+    try:
+        start_processes()
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(str(error)) from error
+    return is_first()
 
 
 class CompileClock:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -38,6 +37,7 @@ from kimi_zoo.generation.steps import (
 )
 from kimi_zoo.generation.text import Released, StopStrings, TextDecoder, TextStream
 from kimi_zoo.generation.unstack import stack_plan, unstack_views
+from kimi_zoo.parallel.processes import whole_value
 
 FinishReason = Literal["eos", "stop_string", "length"]
 
@@ -124,7 +124,7 @@ class TokenStream(Iterator[GeneratedToken]):
             inputs = (self._run, self._plan, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(ends))
             block, self._state = prefill_piece(inputs, self._state)
             if limit > 0 and ends.any():
-                first_tokens, first_log_probs = jax.device_get(block)
+                first_tokens, first_log_probs = map(whole_value, block)
                 yield from self._report(first_tokens, first_log_probs, ends)
         done, steps = 1, 1 if self._options.ramp else self._options.steps_per_dispatch
         while done < limit and (active := np.array([row.finish_reason is None for row in self._rows])).any():
@@ -143,7 +143,7 @@ class TokenStream(Iterator[GeneratedToken]):
         first, count = jnp.asarray(done, jnp.int32), jnp.asarray(steps, jnp.int32)
         inputs = (self._decode_run, jnp.asarray(active), first, count, self._options.steps_per_dispatch)
         block, self._state = decode_block(inputs, self._state)
-        tokens, log_probs = jax.device_get(block)
+        tokens, log_probs = map(whole_value, block)
         return tokens, log_probs
 
     def _report(self, tokens: np.ndarray, log_probs: np.ndarray, rows: np.ndarray) -> Iterator[GeneratedToken]:

@@ -126,8 +126,6 @@ class MoE(eqx.Module):
         if expert_axis is None:
             y = expert_mlps(*arguments, limit=self.limit)
         else:
-            y = dispatched_expert_mlps(
-                *arguments, expert_axis=expert_axis, capacity=expert_capacity, limit=self.limit
-            )
+            y = dispatched_expert_mlps(*arguments, expert_axis=expert_axis, capacity=expert_capacity, limit=self.limit)
         y = y.reshape(x.shape)
         return y if self.shared is None else y + self.shared(x)

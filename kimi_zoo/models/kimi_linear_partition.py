@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from kimi_zoo.models.kimi_linear_config import KimiLinearConfig
-from kimi_zoo.parallel.axes import Axes, Parallelism
+from kimi_zoo.parallel.axes import Parallelism
 from kimi_zoo.parallel.partition import Rules, mark_split, partition_specs
 from kimi_zoo.parallel.split import is_split
 

@@ -19,8 +19,8 @@ class Axes:
     - `data`: rows of a batch; parameters are whole on each device.
     - `fsdp`: rows as well; parameters are split, and gathered a layer at a time.
     - `expert`: rows as well; a mixture of experts sends each token to where its experts are.
-    - `context`, `heads`: the tokens of a row, in contiguous parts, `heads` within `context`. Kimi Delta Attention passes
-        its state along `context`, and trades tokens for heads over `heads`.
+    - `context`, `heads`: the tokens of a row, in contiguous parts, `heads` within `context`. Kimi Delta Attention hands
+        its state on along `context`, and trades tokens for heads over `heads`.
     - `tensor`: heads, inner channels and the vocabulary; the tokens are the same on each device.
     - `expert_capacity`: room for tokens sent over `expert`, see `kimi_zoo.ops.moe_dispatch`.
     """
@@ -108,8 +108,8 @@ class Parallelism:
         if count % parts:
             axes = " * ".join(f"{role}={self.size(role)}" for role in roles if self.size(role) > 1)
             raise ValueError(
-                f"{count} {what} cannot be split into {parts} equal parts ({axes}): make it a multiple of {parts}, such "
-                f"as {-(-count // parts) * parts}, by padding with segment id 0, or use a smaller axis."
+                f"{count} {what} cannot be split into {parts} equal parts ({axes}): make it a multiple of {parts}, "
+                f"such as {-(-count // parts) * parts}, by padding with segment id 0, or use a smaller axis."
             )
 
 

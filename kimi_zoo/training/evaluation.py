@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from kimi_zoo.bundled import find_weights
 from kimi_zoo.checkpoints.folder import from_pretrained
+from kimi_zoo.models.kimi_linear_partition import RULES
+from kimi_zoo.parallel.axes import Parallelism, as_parallelism
+from kimi_zoo.parallel.partition import place
 from kimi_zoo.tokenizers import Tokenizer, load_tokenizer
 from kimi_zoo.training.dataset import Dataset, Overlong, prepare
 from kimi_zoo.training.lora import load_adapter
@@ -28,27 +32,35 @@ def evaluate(
     rows: int = 8,
     packed: bool = True,
     dtype: str = "float32",
+    mesh: Parallelism | Mesh | str | None = None,
     progress: bool = False,
     warn: Callable[[str], None] = lambda _message: None,
 ) -> dict[str, Any]:
     """Measures a checkpoint on data files. Every example is read by itself, however rows are packed.
+
+    **Arguments:** as of `finetune`; `mesh`: the devices to compute on, such as `"fsdp=4"`.
 
     **Returns:** `loss` (nats per learned token), `perplexity`, `bits_per_byte`, `tokens` (learned), `bytes` (of the
     learned text; control tokens have none), `examples`.
 
     **Raises:** `DataError` and `CheckpointError` as `finetune`.
     """
+    parallelism = as_parallelism(mesh)
+    if parallelism is not None:
+        parallelism.check_tokens(rows, seq_length)
     folder = find_weights(model)
     tokenizer = load_tokenizer(folder)
     with tempfile.TemporaryDirectory() as temporary:
         dataset = prepare(
             data, tokenizer, Path(temporary) / "data", seq_length=seq_length, overlong=overlong, warn=warn
         )
-        loaded = from_pretrained(folder, dtype=dtype)
+        loaded = from_pretrained(folder, dtype=dtype, mesh=parallelism)
         if adapter is not None:
             loaded = load_adapter(loaded, adapter)
+            loaded = loaded if parallelism is None else place(loaded, parallelism, RULES)
         batches = in_order(dataset, range(len(dataset)), seq_length, rows, packed=packed)
-        loss, tokens = mean_loss(loaded, tqdm(batches, disable=not progress, leave=False, unit=" batches"), dtype)
+        shown = tqdm(batches, disable=not progress, leave=False, unit=" batches")
+        loss, tokens = mean_loss(loaded, shown, dtype, mesh=parallelism)
         size = learned_bytes(dataset, tokenizer)
     return {
         "loss": loss,

@@ -112,9 +112,7 @@ def _sums(
     hidden, balance, counts, dropped = _hidden_states_and_routing(model, batch, positions, axes, remat)
     losses, totals = token_losses(model, hidden, batch.targets, axes)
     weights = batch.weights.astype(jnp.float32)
-    loss, z, tokens = (
-        _sum_devices(jnp.sum(x), axes) for x in (losses * weights, totals**2 * weights, weights)
-    )
+    loss, z, tokens = (_sum_devices(jnp.sum(x), axes) for x in (losses * weights, totals**2 * weights, weights))
     return Sums(loss, z, balance * tokens, tokens, counts, dropped)
 
 

@@ -11,7 +11,9 @@ from typing import Any, final
 class MetricsLog:
     """`metrics.jsonl`, and the picture made from it."""
 
-    def __init__(self, output: Path, on_metrics: Callable[[dict[str, Any]], None]):
+    def __init__(self, output: Path, on_metrics: Callable[[dict[str, Any]], None], *, writes: bool = True):
+        """**Arguments:** `writes`: whether this process writes the files; one of several does."""
+        self._writes = writes
         self._path = output / "metrics.jsonl"
         self._picture = output / "loss.png"
         self._on_metrics = on_metrics
@@ -35,6 +37,8 @@ class MetricsLog:
                 break  # the process died while it wrote
             if line["step"] <= step:
                 self.lines.append(line)
+        if not self._writes:
+            return
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
         os.replace(temporary, self._path)
@@ -43,13 +47,16 @@ class MetricsLog:
     def write(self, line: dict[str, Any]) -> None:
         """Adds a line."""
         self.lines.append(line)
+        if not self._writes:
+            return
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         self._on_metrics(line)
 
     def draw(self) -> None:
         """Draws the losses."""
-        draw_losses(self.lines, self._picture)
+        if self._writes:
+            draw_losses(self.lines, self._picture)
 
 
 def draw_losses(lines: Sequence[dict[str, Any]], path: Path) -> None:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from kimi_zoo.bundled import find_weights
 from kimi_zoo.checkpoints.configs import read_config
@@ -28,6 +29,8 @@ from kimi_zoo.checkpoints.files import CheckpointError, write_json
 from kimi_zoo.checkpoints.folder import from_pretrained, save_pretrained
 from kimi_zoo.checkpoints.safetensors import open_checkpoint
 from kimi_zoo.models.kimi_linear import KimiLinear, Published, with_published
+from kimi_zoo.parallel.axes import Parallelism, as_parallelism
+from kimi_zoo.parallel.processes import any_process, is_first, spread_tokens, wait_for_all, whole_value
 from kimi_zoo.tokenizers import load_tokenizer
 from kimi_zoo.training.checkpoints import RunCheckpoints
 from kimi_zoo.training.dataset import prepare, split
@@ -63,6 +66,7 @@ def finetune(
     resume: bool = False,
     save_every: int = 100,
     keep: int = 2,
+    mesh: Parallelism | Mesh | str | None = None,
     report: Report | None = None,
     on_metrics: Callable[[dict[str, Any]], None] = lambda _line: None,
 ) -> dict[str, Any]:
@@ -72,6 +76,8 @@ def finetune(
 
     - `resume`: go on with the run in `output`, whose options must be the same; a new run if there is none yet.
     - `save_every`: steps between checkpoints, of which the last `keep` and the best are kept.
+    - `mesh`: the devices to train on, such as `"fsdp=4,context=2"`; a run may be resumed on others. With several
+        processes, all call this alike, and share the folder.
     - `on_metrics`: called with every line of `metrics.jsonl`.
 
     **Raises:** `DataError`, `CheckpointError` or `ValueError` before any training for what cannot work;
@@ -79,19 +85,26 @@ def finetune(
     """
     report = report or Report()
     output = Path(output)
+    parallelism = as_parallelism(mesh)
     _check_folder(output, options, resume)
+    wait_for_all("folder checked")
+    if parallelism is not None:
+        parallelism.check_tokens(options.rows, options.seq_length)
     data = _read_data(options, output, report)
-    parts = _build(options, data.steps)
-    write_json(output / "run.json", _as_json(options))  # everything that can be checked has been
+    parts = _build(options, data.steps, parallelism)
+    if is_first():
+        write_json(output / "run.json", _as_json(options))  # everything that can be checked has been
 
     def validation_loss(state: TrainState) -> float | None:
-        return mean_loss(joined(state, parts.frozen), data.held_out(), options.dtype)[0] if data.holds_out else None
+        if not data.holds_out:
+            return None
+        return mean_loss(joined(state, parts.frozen), data.held_out(), options.dtype, mesh=parallelism)[0]
 
     state, done, skipped = parts.state, 0, 0
     every = options.evaluate_every or max(1, data.steps // 10)
     with (
         RunCheckpoints(output / "checkpoints", keep=keep) as checkpoints,
-        MetricsLog(output, on_metrics) as log,
+        MetricsLog(output, on_metrics, writes=is_first()) as log,
         StopSignals() as signals,
     ):
         if resume and checkpoints.steps():
@@ -103,6 +116,7 @@ def finetune(
         began = time.perf_counter()
         try:
             for number, batch in enumerate(prefetch(data.batches(done)), start=done + 1):
+                batch = spread_tokens(batch, parallelism, leading=1)
                 state, metrics = train_step((parts.frozen, batch, parts.optimizer, parts.options), state)
                 line = _line(number, metrics, float(np.asarray(parts.rate(number - 1))), began) | initial
                 initial, began = {}, time.perf_counter()
@@ -116,6 +130,7 @@ def finetune(
                 report.step(line, data.steps)
                 if number % save_every == 0 or number == data.steps:
                     checkpoints.save(number, state, line.get("validation_loss"))
+                signals.asked = any_process(signals.asked)
                 signals.check()
         except KeyboardInterrupt:
             if done and done not in checkpoints.steps():
@@ -161,12 +176,15 @@ def _read_data(options: RunOptions, output: Path, report: Report) -> _Data:
         progress=report.prepared,
         warn=report.say,
     )
+    if not is_first():  # the first process writes, the others find it written
+        wait_for_all("data prepared")
     dataset = read(options.data, "train")
+    held_data = read(options.validation_data, "validation") if options.validation_data else dataset
+    if is_first():
+        wait_for_all("data prepared")
     if options.validation_data:
-        held_data = read(options.validation_data, "validation")
         training, held = np.arange(len(dataset)), np.arange(len(held_data))
     else:
-        held_data = dataset
         training, held = split(len(dataset), options.validation, options.seed)
     shape = (options.accumulate, options.rows)
     batches = Batches(dataset, training, options.seq_length, shape, options.seed, options.packed)
@@ -196,8 +214,8 @@ class _Parts(NamedTuple):
     published: Published
 
 
-def _build(options: RunOptions, steps: int) -> _Parts:
-    loaded = from_pretrained(options.model, dtype="float32" if options.lora == 0 else None)
+def _build(options: RunOptions, steps: int, mesh: Parallelism | None) -> _Parts:
+    loaded = from_pretrained(options.model, dtype="float32" if options.lora == 0 else None, mesh=mesh)
     model, wanted = trainable_model(loaded, options)
     warmup = min(round(options.warmup * steps), steps)
     rate = learning_rate(options.peak_rate, steps, warmup=warmup, schedule=options.schedule)
@@ -205,7 +223,7 @@ def _build(options: RunOptions, steps: int) -> _Parts:
         optimizer = make_optimizer(options.optimizer, rate, weight_decay=options.weight_decay)
         if any(not isinstance(choice, bool) for choice in jax.tree.leaves(wanted)):
             optimizer = optax.chain(optimizer, masked_updates(wanted_leaves(wanted)))
-        state, frozen = start(model, trains(wanted), optimizer)
+        state, frozen = start(model, trains(wanted), optimizer, mesh)
     step_options = StepOptions(
         compute_dtype=options.dtype,
         remat=REMAT[options.remat],
@@ -213,6 +231,7 @@ def _build(options: RunOptions, steps: int) -> _Parts:
         z_loss=options.z_loss,
         balance_loss=options.balance_loss,
         bias_rate=options.bias_rate,
+        mesh=mesh,
     )
     return _Parts(state, frozen, optimizer, rate, step_options, loaded.published)
 
@@ -221,7 +240,10 @@ def _save(model: KimiLinear, options: RunOptions, output: Path) -> Path:
     """Writes the result: an adapter, or the whole model in the dtype that it was stored in."""
     folder = find_weights(options.model)
     if options.lora:
-        save_adapter(model, output / "adapter", base=str(folder), overwrite=True)
+        deltas, rest = eqx.partition(model, lora_leaves(model))
+        model = eqx.combine(jax.tree.map(whole_value, deltas), rest)
+        if is_first():
+            save_adapter(model, output / "adapter", base=str(folder), overwrite=True)
         return output / "adapter"
     save_pretrained(model, output / "model", dtype=stored_dtype(folder), overwrite=True)
     return output / "model"
@@ -256,16 +278,18 @@ def stored_dtype(folder: Path) -> str:
 
 
 @eqx.filter_jit
-def _sums(model: KimiLinear, batch: Batch, dtype: str):
-    sums = batch_sums(as_computed(model, jnp.dtype(dtype)), Batch(*map(jnp.asarray, batch)))
+def _sums(model: KimiLinear, batch: Batch, dtype: str, mesh: Parallelism | None):
+    sums = batch_sums(as_computed(model, jnp.dtype(dtype)), Batch(*map(jnp.asarray, batch)), mesh=mesh)
     return sums.loss, sums.tokens
 
 
-def mean_loss(model: KimiLinear, batches: Iterable[Batch], dtype: str = "float32") -> tuple[float, int]:
+def mean_loss(
+    model: KimiLinear, batches: Iterable[Batch], dtype: str = "float32", *, mesh: Parallelism | None = None
+) -> tuple[float, int]:
     """Mean loss in nats over all learned tokens of the batches, and their number."""
     total, tokens = 0.0, 0
     for batch in batches:
-        loss, count = _sums(model, batch, dtype)
+        loss, count = _sums(model, spread_tokens(batch, mesh), dtype, mesh)
         total, tokens = total + float(loss), tokens + int(count)
     return total / max(tokens, 1), tokens
 

@@ -8,10 +8,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float32, Int32
 
 from kimi_zoo.checkpoints.tables.kimi_linear import FLOAT32_LEAVES
 from kimi_zoo.layers.stack import LayerStack
+from kimi_zoo.models.kimi_linear_partition import RULES
+from kimi_zoo.parallel.axes import Parallelism
+from kimi_zoo.parallel.partition import place, shardings, shardings_like
 from kimi_zoo.training.loss import Sums, batch_sums
 from kimi_zoo.training.packing import Batch
 from kimi_zoo.training.trainable import place_of
@@ -35,6 +39,7 @@ class Metrics(NamedTuple):
     gradient_norm: Float32[Array, ""]
     balance: Float32[Array, ""]
     most_loaded: Float32[Array, ""]
+    dropped: Float32[Array, ""]  # (token, expert) pairs without room; 0 unless a capacity is set
     finite: Bool[Array, ""]
 
 
@@ -46,6 +51,7 @@ class StepOptions:
     - `remat`: see `LayerStack.scan`. `clip`: the largest norm of a gradient; 0 for any.
     - `z_loss`, `balance_loss`: weights of the mean squared log-sum-exp, and of the balancing loss.
     - `bias_rate`: by how much the balancing bias moves per step towards an even load; 0 leaves it alone.
+    - `mesh`: the devices over which parameters and rows are spread.
     """
 
     compute_dtype: str = "float32"
@@ -54,20 +60,47 @@ class StepOptions:
     z_loss: float = 0.0
     balance_loss: float = 0.0
     bias_rate: float = 0.0
+    mesh: Parallelism | None = None
 
 
-def start(model: Any, trains: Any, optimizer: optax.GradientTransformation) -> tuple[TrainState, Any]:
+def start(
+    model: Any, trains: Any, optimizer: optax.GradientTransformation, mesh: Parallelism | None = None
+) -> tuple[TrainState, Any]:
     """The state before the first step, and the frozen rest of the model.
 
-    **Arguments:** `trains`: a tree like the model that says of every leaf whether it trains.
+    **Arguments:**
+
+    - `trains`: a tree like the model that says of every leaf whether it trains.
+    - `mesh`: the devices to spread both over, the optimizer's state like the parameters.
     """
     biases = jax.tree_util.tree_map_with_path(lambda path, _: place_of(path)[2].endswith("score_bias"), model)
     trainable, rest = eqx.partition(model, trains)
     score_biases, frozen = eqx.partition(rest, biases)
+
     # a copy: the step reuses the memory of what it is given
-    trainable = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), trainable)
-    score_biases = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), score_biases)
-    return TrainState(trainable, optimizer.init(trainable), jnp.zeros((), jnp.int32), score_biases), frozen
+    def begin(trainable: Any, score_biases: Any) -> TrainState:
+        trainable = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), trainable)
+        score_biases = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), score_biases)
+        with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
+            return TrainState(trainable, optimizer.init(trainable), jnp.zeros((), jnp.int32), score_biases)
+
+    if mesh is None:
+        return begin(trainable, score_biases), frozen
+    trainable, score_biases, frozen = place((trainable, score_biases, frozen), mesh, RULES)
+    shapes = eqx.filter_eval_shape(begin, trainable, score_biases)
+    return jax.jit(begin, out_shardings=state_shardings(shapes, mesh))(trainable, score_biases), frozen
+
+
+def state_shardings(state: TrainState, mesh: Parallelism) -> Any:
+    """How a state is spread over a mesh: a sharding in the place of every array."""
+    parts = (
+        shardings(state.trainable, mesh, RULES),
+        shardings_like(state.optimizer, state.trainable, mesh, RULES),
+        NamedSharding(mesh.mesh, PartitionSpec()),
+        shardings(state.score_biases, mesh, RULES),
+    )
+    where = lambda s: (s.trainable, s.optimizer, s.step, s.score_biases)
+    return eqx.tree_at(where, state, parts)
 
 
 def joined(state: TrainState, frozen: Any) -> Any:
@@ -92,7 +125,7 @@ def gradients(trainable: Any, rest: Any, batch: Batch, options: StepOptions) -> 
 
     def objective(trainable: Any, batch: Batch) -> tuple[Float32[Array, ""], Sums]:
         model = as_computed(eqx.combine(trainable, rest), jnp.dtype(options.compute_dtype))
-        sums = batch_sums(model, batch, remat=remat)
+        sums = batch_sums(model, batch, remat=remat, mesh=options.mesh)
         return sums.loss + options.z_loss * sums.z + options.balance_loss * sums.balance, sums
 
     def add(total: tuple[Sums, Any], batch: Batch) -> tuple[tuple[Sums, Any], None]:
@@ -129,11 +162,13 @@ def train_step(
     biases = balanced(state.score_biases, sums.expert_counts, options.bias_rate)
     new = TrainState(eqx.apply_updates(state.trainable, updates), optimizer_state, state.step + 1, biases)
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old) if eqx.is_array(new) else new, new, state)
+    if options.mesh is not None:
+        state = jax.lax.with_sharding_constraint(state, state_shardings(state, options.mesh))
     over = lambda counts: jnp.max(counts / jnp.maximum(jnp.mean(counts, -1, keepdims=True), 1.0))
     loads = [over(counts) for counts in jax.tree.leaves(sums.expert_counts)]
     most = jnp.max(jnp.stack(loads)) if loads else jnp.ones(())
     balance = sums.balance / jnp.maximum(sums.tokens, 1.0)
-    return state, Metrics(loss, sums.tokens, norm, balance, most, finite)
+    return state, Metrics(loss, sums.tokens, norm, balance, most, sums.dropped, finite)
 
 
 def balanced(score_biases: Any, counts: LayerStack, rate: float) -> Any:

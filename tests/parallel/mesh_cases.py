@@ -5,17 +5,23 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
+import optax
 from helpers import assert_close, tiny
 
 import kimi_zoo as kz
 from kimi_zoo.models.kimi_linear_partition import RULES
 from kimi_zoo.parallel.axes import Parallelism, make_mesh
 from kimi_zoo.parallel.partition import place
+from kimi_zoo.parallel.processes import spread_tokens
 from kimi_zoo.training.loss import batch_sums
 from kimi_zoo.training.packing import Batch
+from kimi_zoo.training.step import StepOptions, joined, start, train_step
+from kimi_zoo.training.trainable import decays, select, trains
 
 # 8 of everything that an axis splits; other sizes differ from one another
 CONFIG = tiny(
+    layer_kinds=("kda", "kda", "mla"),
+    mlp_kinds=("moe", "moe", "dense"),
     vocab_size=72,
     hidden_size=24,
     intermediate_size=40,
@@ -33,8 +39,8 @@ TOLERANCE = 3e-5
 def model_of(config=CONFIG, seed=0):
     model = kz.KimiLinear(config, key=jr.key(seed))
     # a balancing bias that matters, and norms that are not all one
-    spread = lambda leaf: leaf + 0.1 * jr.normal(jr.key(leaf.size), leaf.shape) if leaf.ndim <= 2 else leaf
-    return jax.tree.map(spread, model)
+    move = lambda leaf: leaf + 0.1 * jr.normal(jr.key(leaf.size), leaf.shape) if leaf.ndim <= 2 else leaf
+    return jax.tree.map(move, model)
 
 
 def parallelism_of(sizes: dict, **names) -> Parallelism:
@@ -82,5 +88,17 @@ def assert_same_on_mesh(model, batch, parallelism, expected=None, **options):
         jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(got_gradient), strict=True
     ):
         assert_close(got, want, rtol=TOLERANCE, atol=1e-7, name=jax.tree_util.keystr(path))
-    for spread, part in zip(jax.tree.leaves(placed), jax.tree.leaves(got_gradient), strict=False):
-        del spread, part
+
+
+def steps_of(model, batches, mesh=None, **options):
+    """Losses of AdamW steps, and the model behind them."""
+    wanted = select(model)
+    optimizer = optax.adamw(1e-2, mask=decays)
+    step_options = StepOptions(mesh=mesh, balance_loss=0.01, bias_rate=0.001, **options)
+    state, frozen = start(model, trains(wanted), optimizer, mesh)
+    losses = []
+    for batch in batches:
+        batch = spread_tokens(Batch(*(np.asarray(part)[None] for part in batch)), mesh, leading=1)
+        state, metrics = train_step((frozen, batch, optimizer, step_options), state)
+        losses.append(float(metrics.loss))
+    return losses, state, joined(state, frozen)

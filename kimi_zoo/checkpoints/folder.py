@@ -31,6 +31,7 @@ from kimi_zoo.checkpoints.files import (
 from kimi_zoo.checkpoints.quantized import dequantize
 from kimi_zoo.checkpoints.rows import Entry, get_leaf, shape_text
 from kimi_zoo.checkpoints.safetensors import AbstractCheckpoint, LazyTensor, open_checkpoint, save_tensors
+from kimi_zoo.checkpoints.safetensors_saving import file_order, plan_files
 from kimi_zoo.checkpoints.skeleton import differences, model_skeleton, with_dtypes
 from kimi_zoo.checkpoints.sources import (
     PublishedTensors,
@@ -199,8 +200,9 @@ def save_pretrained(
         kept = np.float32 if entry.row.leaf in table.FLOAT32_LEAVES else target or _leaf(model, entry).dtype
         tensors[name] = LazyTensor(shape, np.dtype(kept), _cast(take, kept))
     if not is_first():
-        for tensor in tensors.values():  # takes part in gathering each
-            tensor.load()
+        for names in plan_files(tensors, max_shard_size).values():
+            for name in file_order(names, tensors):  # takes part in gathering each
+                tensors[name].load()
         wait_for_all("model saved")
         return
     if keep_left_out:

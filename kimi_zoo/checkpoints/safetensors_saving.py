@@ -125,11 +125,16 @@ def write_index(folder: Path, files: Mapping[str, list[str]], tensors: Mapping[s
     write_json(folder / f"{stem}.safetensors.index.json", index)
 
 
+def file_order(names: list[str], tensors: Mapping[str, Any]) -> list[str]:
+    """The order in which tensors stand in a file, and in which their values are taken."""
+    rank = {dtype: position for position, dtype in enumerate(DTYPE_NAMES)}
+    return sorted(names, key=lambda name: (rank[_check_storable(name, tensors[name]).dtype], name))
+
+
 def write_file(path: Path, names: list[str], tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
     """Writes one file with the tensors of these names; it appears whole or not at all."""
     layout = {name: _check_storable(name, tensors[name]) for name in names}
-    rank = {dtype: position for position, dtype in enumerate(DTYPE_NAMES)}
-    names = sorted(names, key=lambda name: (rank[layout[name].dtype], name))
+    names = file_order(names, tensors)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -91,6 +92,10 @@ def start_devices(args: argparse.Namespace) -> bool:
         raise UsageError("--distributed needs --mesh, which says how the devices of all processes are used.")
     from kimi_zoo.parallel.processes import is_first, start_processes
 
+    # libraries that connect processes print to the standard output, which belongs to the result
+    own = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(own, "w")
     try:
         start_processes()
     except (ValueError, RuntimeError) as error:

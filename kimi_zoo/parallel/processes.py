@@ -10,6 +10,10 @@ from jax.sharding import NamedSharding
 from kimi_zoo.parallel.axes import Parallelism
 
 
+class LostProcessError(RuntimeError):
+    """Another process of the job ended, so that nothing can be computed together any more."""
+
+
 def start_processes() -> None:
     """Joins the processes of a job, by `jax.distributed.initialize`; call it before anything else of JAX.
 

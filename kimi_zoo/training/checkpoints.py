@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from kimi_zoo.checkpoints.files import CheckpointError, list_some
+from kimi_zoo.parallel.processes import LostProcessError
 
 
 @final
@@ -34,8 +35,9 @@ class RunCheckpoints:
     def __enter__(self) -> "RunCheckpoints":
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        self._manager.close()
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        if kind is not LostProcessError:  # closing waits for all processes
+            self._manager.close()
 
     def steps(self) -> list[int]:
         """The steps of which there is a whole checkpoint, ascending."""

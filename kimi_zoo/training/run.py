@@ -30,7 +30,14 @@ from kimi_zoo.checkpoints.folder import from_pretrained, save_pretrained
 from kimi_zoo.checkpoints.safetensors import open_checkpoint
 from kimi_zoo.models.kimi_linear import KimiLinear, Published, with_published
 from kimi_zoo.parallel.axes import Parallelism, as_parallelism
-from kimi_zoo.parallel.processes import any_process, is_first, spread_tokens, wait_for_all, whole_value
+from kimi_zoo.parallel.processes import (
+    LostProcessError,
+    any_process,
+    is_first,
+    spread_tokens,
+    wait_for_all,
+    whole_value,
+)
 from kimi_zoo.tokenizers import load_tokenizer
 from kimi_zoo.training.checkpoints import RunCheckpoints
 from kimi_zoo.training.dataset import prepare, split
@@ -81,7 +88,7 @@ def finetune(
     - `on_metrics`: called with every line of `metrics.jsonl`.
 
     **Raises:** `DataError`, `CheckpointError` or `ValueError` before any training for what cannot work;
-    `NonFiniteError`; `KeyboardInterrupt` after a checkpoint has been saved.
+    `NonFiniteError`; `KeyboardInterrupt` after a checkpoint has been saved; `LostProcessError` if another process ended.
     """
     report = report or Report()
     output = Path(output)
@@ -138,6 +145,13 @@ def finetune(
             checkpoints.wait()
             report.say(f"Stopped behind step {done} of {data.steps}, which is saved; go on with --resume.")
             raise
+        except jax.errors.JaxRuntimeError as error:
+            if jax.process_count() == 1:
+                raise
+            raise LostProcessError(
+                f"Process {jax.process_index()} lost another process of the job in step {done + 1}. Look there for the "
+                f"reason; the run goes on with --resume, on any mesh, behind its last checkpoint. ({error})"
+            ) from error
         checkpoints.wait()
         log.draw()
         lines = log.lines

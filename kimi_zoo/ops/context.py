@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kimi_zoo.ops.packing import segment_runs
+from kimi_zoo.ops.packing import present_ids, refuse_segments, segment_runs
 
 Axes = str | tuple[str, ...]
 
@@ -102,6 +102,15 @@ def row_part(segment_ids: Int[Array, "batch seq"], axes: Axes) -> RowPart:
     documents = jnp.where(runs > 0, runs + earlier[:, None], 0)
     first = jnp.where(count > 0, 1 + earlier, 0)
     return RowPart(documents, before, first, _end(firsts, firsts > 0, first=True), totals[:, -1])
+
+
+def check_row_segments(
+    segment_ids: Int[Array, "batch seq"], part: RowPart, max_num_segments: int, axis: str
+) -> Int[Array, "batch seq"]:
+    """`kimi_zoo.ops.packing.check_segments` of the whole rows."""
+    present = jax.lax.pmax(present_ids(segment_ids, max_num_segments).astype(jnp.int32), axis)
+    apart = jnp.any(part.total > jnp.sum(present, axis=1).astype(part.total.dtype))
+    return refuse_segments(segment_ids, apart, max_num_segments)
 
 
 def _end(x: Int[Array, "batch seq"], real: Bool[Array, "batch seq"], *, first: bool) -> Int[Array, " batch"]:

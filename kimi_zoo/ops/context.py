@@ -4,12 +4,13 @@ Everything here runs inside `jax.shard_map`, where an axis name stands for the r
 holds the r-th part of every row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from kimi_zoo.ops.packing import present_ids, refuse_segments, segment_runs
 
@@ -61,6 +62,21 @@ def exclusive_scan[Tree](combine: Callable[[Tree, Tree], Tree], element: Tree, i
         scanned = select(rank > distance, joined, scanned)  # rank `distance` would add the identity of rank 0
         distance *= 2
     return scanned
+
+
+def split_heads(
+    arrays: Sequence[Float[Array, "batch part heads _"]], axis: str
+) -> list[Float[Array, "batch seq some_heads _"]]:
+    """Trades sequence for heads, in one all-to-all: from all heads of a part of the sequence to some heads of the parts
+    of all ranks along the axis, in their order."""
+    joined = jnp.concatenate(arrays, axis=-1)
+    joined = jax.lax.all_to_all(joined, axis, split_axis=2, concat_axis=1, tiled=True)
+    return jnp.split(joined, np.cumsum([x.shape[-1] for x in arrays])[:-1].tolist(), axis=-1)
+
+
+def join_heads(x: Float[Array, "batch seq some_heads dim"], axis: str) -> Float[Array, "batch part heads dim"]:
+    """The way back."""
+    return jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=2, tiled=True)
 
 
 class RowPart(NamedTuple):

@@ -151,15 +151,15 @@ def _attend_backward(static: _Static, residuals: tuple, d_output: Array):
     mean = jnp.sum(d_output.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
     kept = _Kept(_split_blocks(d_output, static.block), _split_blocks(mean, static.block), log_total)
 
-    def with_block(sums: tuple[Array, Array], keys: _Keys):
+    def with_block(sums: tuple[Array, ...], keys: _Keys):
         d_query, d_kv_up = sums
         expand = functools.partial(_expand, static=static)
         (key, value), expand_backward = jax.vjp(expand, keys.cached, operands.kv_up)
 
-        def step(sums: tuple[Array, Array], block: tuple[_Queries, _Kept, Array]):
+        def step(sums: tuple[Array, ...], block: tuple[_Queries, _Kept, Array]):
             queries, kept, d_query = block
 
-            def add(sums: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+            def add(sums: tuple[Array, ...]) -> tuple[Array, ...]:
                 new = _merge_backward(queries, keys, key, value, kept, static.scale)
                 return tuple(x + y for x, y in zip(sums, new, strict=True))
 
@@ -171,7 +171,7 @@ def _attend_backward(static: _Static, residuals: tuple, d_output: Array):
         d_cached, d_here = expand_backward(tuple(x.astype(key.dtype) for x in d_expanded))
         return (d_query, d_kv_up + d_here.astype(jnp.float32)), d_cached
 
-    def over_keys(sums: tuple[Array, Array], keys: _Keys):
+    def over_keys(sums: tuple[Array, ...], keys: _Keys):
         seen = jnp.any(jax.vmap(_may_see, (0, None))(queries, keys))
         skip = lambda sums, keys: (sums, jnp.zeros_like(keys.cached))
         return jax.lax.cond(seen, with_block, skip, sums, keys)

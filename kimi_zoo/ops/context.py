@@ -4,8 +4,8 @@ Everything here runs inside `jax.shard_map`, where an axis name stands for the r
 holds the r-th part of every row.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,9 +79,12 @@ def join_heads(x: Float[Array, "batch seq some_heads dim"], axis: str) -> Float[
     return jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=2, tiled=True)
 
 
-class RowPart(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class RowPart:
     """Where a rank's part of packed rows stands in them. Documents are numbered 1, 2, ... over the whole row."""
 
+    axes: Axes
+    segment_ids: Int[Array, "batch seq"]
     documents: Int[Array, "batch seq"]  # 0 at padding
     before: Int[Array, " batch"]  # document of the last real token on ranks to the left, 0 where there is none
     first: Int[Array, " batch"]  # document of the first real token here, 0 where there is none
@@ -106,7 +109,7 @@ def row_part(segment_ids: Int[Array, "batch seq"], axes: Axes) -> RowPart:
     """
     runs = segment_runs(segment_ids)
     count = jnp.max(runs, axis=1, initial=0)
-    first_id, last_id = _end(segment_ids, runs > 0, first=True), _end(segment_ids, runs > 0, first=False)
+    first_id, last_id = edge_id(segment_ids, first=True), edge_id(segment_ids, first=False)
     firsts, lasts, counts = jax.lax.all_gather(jnp.stack([first_id, last_id, count]), axes, axis=2)  # [batch, ranks]
     ends = jnp.stack([firsts, lasts], axis=-1).reshape(firsts.shape[0], -1)
     joined = (firsts > 0) & (_last_before(ends)[:, ::2] == firsts)  # by the last real token to the left
@@ -117,29 +120,23 @@ def row_part(segment_ids: Int[Array, "batch seq"], axes: Axes) -> RowPart:
     earlier = before - jnp.take(joined, rank, axis=1).astype(runs.dtype)  # documents that end on ranks to the left
     documents = jnp.where(runs > 0, runs + earlier[:, None], 0)
     first = jnp.where(count > 0, 1 + earlier, 0)
-    return RowPart(documents, before, first, _end(firsts, firsts > 0, first=True), totals[:, -1])
+    return RowPart(axes, segment_ids, documents, before, first, edge_id(firsts, first=True), totals[:, -1])
 
 
-def check_row_segments(
-    segment_ids: Int[Array, "batch seq"], part: RowPart, max_num_segments: int, axis: str
-) -> Int[Array, "batch seq"]:
+def check_row_segments(part: RowPart, max_num_segments: int) -> Int[Array, "batch seq"]:
     """`kimi_zoo.ops.packing.check_segments` of the whole rows."""
-    present = jax.lax.pmax(present_ids(segment_ids, max_num_segments).astype(jnp.int32), axis)
-    apart = jnp.any(part.total > jnp.sum(present, axis=1).astype(part.total.dtype))
-    return refuse_segments(segment_ids, apart, max_num_segments)
+    present = present_ids(part.segment_ids, max_num_segments).astype(jnp.int32)
+    distinct = jnp.sum(jax.lax.pmax(present, part.axes), axis=1)
+    return refuse_segments(part.segment_ids, jnp.any(part.total > distinct.astype(part.total.dtype)), max_num_segments)
 
 
-def _end(x: Int[Array, "batch seq"], real: Bool[Array, "batch seq"], *, first: bool) -> Int[Array, " batch"]:
-    """The first or last entry that is real, 0 where none is."""
-    if x.shape[1] == 0:
-        return jnp.sum(x, axis=1, dtype=x.dtype)
-    index = jnp.argmax(real, axis=1) if first else x.shape[1] - 1 - jnp.argmax(real[:, ::-1], axis=1)
-    return jnp.take_along_axis(jnp.where(real, x, 0), index[:, None], axis=1)[:, 0]
-
-
-def last_id(segment_ids: Int[Array, "batch seq"]) -> Int[Array, " batch"]:
-    """Segment id of the last real token, 0 where there is none."""
-    return _end(segment_ids, segment_ids > 0, first=False)
+def edge_id(ids: Int[Array, "batch seq"], *, first: bool) -> Int[Array, " batch"]:
+    """The first or else the last id above 0 of each row, 0 where there is none."""
+    if ids.shape[1] == 0:
+        return jnp.sum(ids, axis=1, dtype=ids.dtype)
+    real = ids > 0
+    index = jnp.argmax(real, axis=1) if first else ids.shape[1] - 1 - jnp.argmax(real[:, ::-1], axis=1)
+    return jnp.take_along_axis(jnp.maximum(ids, 0), index[:, None], axis=1)[:, 0]
 
 
 def _last_before(ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:

@@ -107,17 +107,17 @@ def kimi_delta_attention(
     dtype = accumulation_dtype(query.dtype)
     dt_bias = None if dt_bias is None else dt_bias.reshape(heads, key_dim)
     activation = Activation(key_dim**-0.5 if scale is None else scale, lower_bound, use_qk_l2norm)
-    ranks = 1 if context_axis is None else axis_size(context_axis, "context_axis")
     if max_num_segments is not None and segment_ids is None:
         segment_ids = jnp.ones((batch, seq), jnp.int32)
-    split = context_axis is not None and ranks > 1 and seq > 0
-    part = row_part(segment_ids, context_axis) if split and segment_ids is not None else None
+    axis, part = None, None
+    if context_axis is not None and axis_size(context_axis, "context_axis") > 1 and seq:
+        axis = context_axis
+        part = None if segment_ids is None else row_part(segment_ids, axis)
     if max_num_segments is not None and segment_ids is not None:
-        segment_ids = (
-            check_segments(segment_ids, max_num_segments)
-            if part is None or context_axis is None
-            else check_row_segments(segment_ids, part, max_num_segments, context_axis)
-        )
+        if part is None:
+            segment_ids = check_segments(segment_ids, max_num_segments)
+        else:
+            segment_ids = check_row_segments(part, max_num_segments)
     if initial_state is None:  # an outer product of nothing, so that it is laid out over devices as they are
         nothing = [jnp.zeros_like(jnp.sum(x, axis=1), dtype) for x in (query, value)]
         initial_state = nothing[0][..., :, None] * nothing[1][..., None, :]
@@ -125,13 +125,12 @@ def kimi_delta_attention(
     tokens = Tokens(query, key, value, gate, beta)
     inputs = vary_alike(Inputs(tokens, states, a_log, dt_bias, segment_ids))
     run = lambda inputs: _run(implementation, inputs, activation, chunk_size)
-    if context_axis is None:
-        output, states = run(inputs)
-    elif split:
-        output, states = kda_over_ranks(run, inputs, part, context_axis)
+    if axis is not None:
+        output, states = kda_over_ranks(run, inputs, part, axis)
     else:
         output, states = run(inputs)
-        states = from_last(states, context_axis)
+        if context_axis is not None:
+            states = from_last(states, context_axis)
     return output.astype(value.dtype), states if output_final_state else None
 
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kimi_zoo.ops.context import RowPart, exclusive_scan, from_last, last_id
+from kimi_zoo.ops.context import RowPart, edge_id, exclusive_scan, from_last
 from kimi_zoo.ops.kda_gates import Inputs
 
 
@@ -48,7 +48,7 @@ def kda_over_ranks(
     - `inputs`: this rank's tokens; states are those before the whole rows, one per row or per segment id.
     - `part`: where the tokens stand in packed rows; given with segment ids.
     """
-    if inputs.states.ndim == 5:
+    if inputs.states.ndim == 5 and part is not None:
         return _per_segment(run, inputs, part, axis)
     states = inputs.states
     start = Transition(jnp.zeros_like(states), _identity(states))
@@ -62,16 +62,15 @@ def kda_over_ranks(
 
 def _per_segment(run: Callable, inputs: Inputs, part: RowPart, axis: str) -> tuple[Array, Array]:
     """With a state per segment id only the one document that goes on across a boundary has a transition to send."""
-    states, ids = inputs.states, inputs.segment_ids
+    states, ids = inputs.states, part.segment_ids
     numbers = jnp.arange(1, states.shape[1] + 1, dtype=ids.dtype)
-    first_id = jnp.take_along_axis(ids, jnp.argmax(ids > 0, axis=1)[:, None], axis=1)
-    goes_on = part.continues[:, None] & (first_id == numbers)
+    goes_on = part.continues[:, None] & (edge_id(ids, first=True)[:, None] == numbers)
     start = Transition(
         _where(goes_on, jnp.zeros_like(states), states), _where(goes_on, _identity(states), _zero_matrix(states))
     )
     output, read, ends = _run_both(run, inputs, start)
 
-    last = last_id(ids)
+    last = edge_id(ids, first=False)
     slot = jnp.maximum(last - 1, 0)[:, None, None, None, None]
     nothing = Transition(jnp.zeros_like(states[:, 0]), _identity(states[:, 0]))
     own = Transition(*(jnp.take_along_axis(x, slot, axis=1)[:, 0] for x in ends))

@@ -1,7 +1,7 @@
 """Kimi Delta Attention: the layer, its gates and convolutions, and its decoding cache."""
 
 import math
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import equinox as eqx
 import jax
@@ -15,6 +15,7 @@ from kimi_zoo.layers.gate_bound import check_lower_bound
 from kimi_zoo.layers.linear import Linear
 from kimi_zoo.layers.norm import RMSNorm
 from kimi_zoo.ops import kda_step, kimi_delta_attention
+from kimi_zoo.ops.context import axis_size, join_heads, split_heads
 from kimi_zoo.ops.short_conv import short_convolution
 
 GateRank = Literal["direct", "low_rank"]
@@ -47,9 +48,12 @@ class ShortConvolution(eqx.Module):
         window: Float[Array, "batch tail channels"] | None = None,
         *,
         segment_ids: Int[Array, "batch seq"] | None = None,
+        context_axis: str | None = None,
     ) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch tail channels"]]:
         """**Returns:** the output, and the window of raw inputs to hand to the call on the tokens that follow."""
-        return short_convolution(x, self.weight, self.bias, window=window, segment_ids=segment_ids)
+        return short_convolution(
+            x, self.weight, self.bias, window=window, segment_ids=segment_ids, context_axis=context_axis
+        )
 
 
 class LowRank(eqx.Module):
@@ -67,6 +71,16 @@ class LowRank(eqx.Module):
     def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
         """Linear in `x`."""
         return self.up(self.down(x))
+
+
+class _Projected(NamedTuple):
+    """What a layer computes from each token by itself, as `batch seq heads channels`."""
+
+    query: Array
+    key: Array
+    value: Array
+    decay: Array
+    beta: Array  # one channel, before the sigmoid
 
 
 class KDACache(eqx.Module):
@@ -89,6 +103,10 @@ class KimiDeltaAttention(eqx.Module):
     recurrence `S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T`, read by
     `o_t = S_t^T q_t / sqrt(key_dim)`; RMSNorm per head; a sigmoid output gate; the output projection.
 
+    The layer has as many heads as its parameters have: with a share of the heads' rows and columns (tensor parallel) it
+    returns that share of the sum over heads. A bias of `output_proj` would be added with every share; published models
+    have none.
+
     **Source:** Kimi Linear (arXiv:2510.26692), section 3; constructor arguments as Megatron-LM's module of this name.
     """
 
@@ -105,7 +123,6 @@ class KimiDeltaAttention(eqx.Module):
     dt_bias: Float32[Array, "heads key_dim"]
     output_norm: RMSNorm
     output_proj: Linear
-    num_heads: int = eqx.field(static=True)
     lower_bound: float | None = eqx.field(static=True)
     use_qk_l2norm: bool = eqx.field(static=True)
 
@@ -188,28 +205,52 @@ class KimiDeltaAttention(eqx.Module):
         self.dt_bias = initial_dt_bias((num_heads, head_dim), key=next(keys))
         self.output_norm = RMSNorm(head_dim, eps=norm_eps)
         self.output_proj = Linear(channels, hidden_size, bias=bias, std=std, key=next(keys))
-        self.num_heads = num_heads
         self.use_qk_l2norm = use_qk_l2norm
 
+    @property
+    def num_heads(self) -> int:
+        """Heads of this layer, or of the share of it that is here."""
+        return self.dt_bias.shape[-2]
+
     def __call__(
-        self, x: Float[Array, "batch seq hidden_size"], *, segment_ids: Int[Array, "batch seq"] | None = None
+        self,
+        x: Float[Array, "batch seq hidden_size"],
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        context_axis: str | None = None,
+        head_axis: str | None = None,
     ) -> Float[Array, "batch seq hidden_size"]:
-        """**Arguments:** `segment_ids`: 1, 2, ... for packed documents, 0 for padding (whose output is 0)."""
+        """**Arguments:**
+
+        - `segment_ids`: 1, 2, ... for packed documents, 0 for padding (whose output is 0).
+        - `context_axis`, `head_axis`: inside `jax.shard_map`, the mesh axes over which rows are split into consecutive
+            parts, the latter within the former. Along `context_axis` ranks pass on states; along `head_axis` they trade
+            parts of the sequence for heads and back, and each computes some heads of all their tokens.
+
+        **Raises:** `ValueError` for heads that cannot be divided over `head_axis`, and for a name that is no axis.
+        """
         check_axes(x.shape)
-        query, key, value, _ = self._project(x, (None, None, None), segment_ids)
+        layer, inputs = self, self._project(x)
+        if head_axis is not None:
+            layer = self._with_heads_of_rank(head_axis)
+            inputs = _Projected(*split_heads(inputs, head_axis))
+            if segment_ids is not None:
+                segment_ids = jax.lax.all_gather(segment_ids, head_axis, axis=1, tiled=True)
+        (query, key, value), _ = layer._convolve(inputs, (None, None, None), segment_ids, context_axis)
         output, _ = kimi_delta_attention(
             query,
             key,
             value,
-            self._heads(self.decay_proj(x)),
-            jax.nn.sigmoid(self.beta_proj(x).astype(jnp.float32)),
-            a_log=self.a_log,
-            dt_bias=self.dt_bias,
+            inputs.decay,
+            jax.nn.sigmoid(inputs.beta[..., 0].astype(jnp.float32)),
+            a_log=layer.a_log,
+            dt_bias=layer.dt_bias,
             lower_bound=self.lower_bound,
             segment_ids=segment_ids,
             use_qk_l2norm=self.use_qk_l2norm,
+            context_axis=context_axis,
         )
-        return self._finish(x, output)
+        return self._finish(x, output if head_axis is None else join_heads(output, head_axis))
 
     def init_cache(self, batch: int, dtype: DTypeLike) -> KDACache:
         """The cache before the first token; windows are kept in `dtype`, the state in float32."""
@@ -232,9 +273,9 @@ class KimiDeltaAttention(eqx.Module):
         one = x.shape[1] == 1
         segment_ids = None if real is None or one else real.astype(jnp.int32)
         old_windows = (cache.query_window, cache.key_window, cache.value_window)
-        query, key, value, windows = self._project(x, old_windows, segment_ids)
-        decay = self._heads(self.decay_proj(x))
-        beta = jax.nn.sigmoid(self.beta_proj(x).astype(jnp.float32))
+        inputs = self._project(x)
+        (query, key, value), windows = self._convolve(inputs, old_windows, segment_ids)
+        decay, beta = inputs.decay, jax.nn.sigmoid(inputs.beta[..., 0].astype(jnp.float32))
         if one:
             output, state = kda_step(
                 query[:, 0],
@@ -270,18 +311,44 @@ class KimiDeltaAttention(eqx.Module):
             )
         return self._finish(x, output), KDACache(cast(Array, state), *windows)
 
-    def _project(self, x: Array, windows: tuple, segment_ids: Array | None) -> tuple[Array, Array, Array, tuple]:
-        """Query, key and value per head, and the convolutions' next windows."""
-        projections = (self.query_proj, self.key_proj, self.value_proj)
-        convolutions = (self.query_conv, self.key_conv, self.value_conv)
+    def _project(self, x: Array) -> "_Projected":
+        projections = (self.query_proj, self.key_proj, self.value_proj, self.decay_proj, self.beta_proj)
+        return _Projected(*(self._heads(projection(x)) for projection in projections))
+
+    def _convolve(
+        self,
+        inputs: "_Projected",
+        windows: tuple[Array | None, ...],
+        segment_ids: Array | None,
+        context_axis: str | None = None,
+    ) -> tuple[list[Array], tuple]:
+        """Query, key and value behind the convolutions, and the convolutions' next windows."""
         mixed, next_windows = [], []
-        for projection, convolution, window in zip(projections, convolutions, windows, strict=True):
-            y = projection(x)
+        convolutions = (self.query_conv, self.key_conv, self.value_conv)
+        for x, convolution, window in zip(inputs[:3], convolutions, windows, strict=True):
             if convolution is not None:
-                y, window = convolution(y, window, segment_ids=segment_ids)
-            mixed.append(self._heads(y))
+                flat = jax.lax.collapse(x, 2)
+                flat, window = convolution(flat, window, segment_ids=segment_ids, context_axis=context_axis)
+                x = flat.reshape(x.shape)
+            mixed.append(x)
             next_windows.append(window)
-        return *mixed, tuple(next_windows)
+        return mixed, tuple(next_windows)
+
+    def _with_heads_of_rank(self, axis: str) -> "KimiDeltaAttention":
+        """This layer with the convolutions and decay parameters of those heads only that `split_heads` leaves here."""
+        ranks, heads = axis_size(axis, "head_axis"), self.num_heads
+        if heads % ranks:
+            raise ValueError(
+                f"The {heads} heads of a KDA layer cannot be divided over the {ranks} ranks of `head_axis={axis!r}`. "
+                "Take a number of ranks that divides them, or split the rows over `context_axis`."
+            )
+
+        def of_rank(x: Array) -> Array:
+            size = x.shape[0] // ranks
+            return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size)
+
+        small = lambda m: (m.a_log, m.dt_bias, *jax.tree.leaves((m.query_conv, m.key_conv, m.value_conv)))
+        return eqx.tree_at(small, self, replace_fn=of_rank)
 
     def _heads(self, x: Array) -> Array:
         return x.reshape(*x.shape[:-1], self.num_heads, x.shape[-1] // self.num_heads)

@@ -14,6 +14,7 @@ from kimi_zoo.layers.checks import check_axes, check_sizes
 from kimi_zoo.layers.linear import Linear
 from kimi_zoo.layers.norm import RMSNorm
 from kimi_zoo.ops.attention import causal_attention, latent_attention
+from kimi_zoo.ops.attention_context import context_attention
 from kimi_zoo.ops.rope import apply_rope, rope_frequencies, yarn_mscale
 
 LATENT_NORM_EPS = 1e-6  # of the norms on latents in the published models, whatever `rms_norm_eps` says
@@ -100,6 +101,10 @@ class MultiHeadLatentAttention(eqx.Module):
     share. With `rope=None` (Kimi Linear) nothing is rotated, and the shared part is used as it is. With a cache, the
     up-projections are absorbed into query and output and only latents are stored.
 
+    The layer has as many heads as its parameters have: with a share of the heads' rows and columns (tensor parallel) it
+    returns that share of the sum over heads. A bias of `output_proj` would be added with every share; published models
+    have none.
+
     **Source:** DeepSeek-V2 (arXiv:2405.04434), section 2.1; Kimi Linear (arXiv:2510.26692) for the form without
     positions.
     """
@@ -111,7 +116,6 @@ class MultiHeadLatentAttention(eqx.Module):
     gate_proj: Linear | None
     output_proj: Linear
     rope: Rope | None
-    num_heads: int = eqx.field(static=True)
     qk_nope_head_dim: int = eqx.field(static=True)
     qk_rope_head_dim: int = eqx.field(static=True)
     v_head_dim: int = eqx.field(static=True)
@@ -162,10 +166,14 @@ class MultiHeadLatentAttention(eqx.Module):
         self.gate_proj = None if output_gate is None else Linear(hidden_size, gates[output_gate], std=std, key=gate_key)
         self.output_proj = Linear(num_heads * v_head_dim, hidden_size, std=std, key=output_key)
         self.rope = rope
-        self.num_heads = num_heads
         self.qk_nope_head_dim = qk_nope_head_dim
         self.qk_rope_head_dim = qk_rope_head_dim
         self.v_head_dim = v_head_dim
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of this layer, or of the share of it that is here."""
+        return self.kv_up.weight.shape[-2] // (self.qk_nope_head_dim + self.v_head_dim)
 
     def __call__(
         self,
@@ -173,16 +181,32 @@ class MultiHeadLatentAttention(eqx.Module):
         *,
         positions: Int[Array, "batch seq"],
         segment_ids: Int[Array, "batch seq"] | None = None,
+        context_axis: str | tuple[str, ...] | None = None,
     ) -> Float[Array, "batch seq hidden_size"]:
         """Causal attention over whole rows.
 
-        **Arguments:** `segment_ids`: 1, 2, ... for packed documents, 0 for padding (whose output is 0); `positions`:
-        read by the rotary embedding only.
+        **Arguments:**
+
+        - `positions`: read by the rotary embedding only.
+        - `segment_ids`: 1, 2, ... for packed documents, 0 for padding (whose output is 0).
+        - `context_axis`: inside `jax.shard_map`, the mesh axes over which rows are split into consecutive parts, the
+            last one innermost; positions are still those in the whole rows.
         """
         check_axes(x.shape)
         query, (latent, key_rope) = self._queries(x, positions), self._latents(x, positions)
-        key, value = self._expand(latent, key_rope)
-        output = causal_attention(query, key, value, scale=self.scale, segment_ids=segment_ids)
+        if context_axis is None:
+            key, value = self._expand(latent, key_rope)
+            output = causal_attention(query, key, value, scale=self.scale, segment_ids=segment_ids)
+        else:
+            output = context_attention(
+                query,
+                latent,
+                key_rope,
+                self._kv_up(x.dtype),
+                scale=self.scale,
+                context_axis=context_axis,
+                segment_ids=segment_ids,
+            )
         return self._finish(x, output)
 
     def init_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> MLACache:
@@ -248,7 +272,7 @@ class MultiHeadLatentAttention(eqx.Module):
         return scale if self.rope is None else scale * self.rope.score_scale
 
     def _queries(self, x: Array, positions: Array) -> Array:
-        query = self._heads(self.query_proj(x))
+        query = self._heads(self.query_proj(x), self.qk_nope_head_dim + self.qk_rope_head_dim)
         if self.rope is None:
             return query
         query_nope, query_rope = jnp.split(query, [self.qk_nope_head_dim], axis=-1)
@@ -261,21 +285,23 @@ class MultiHeadLatentAttention(eqx.Module):
         return self.kv_norm(latent), key_rope
 
     def _kv_up(self, dtype: jnp.dtype) -> Array:
-        return self.kv_up.weight.astype(dtype).reshape(self.num_heads, self.qk_nope_head_dim + self.v_head_dim, -1)
+        return self.kv_up.weight.astype(dtype).reshape(
+            -1, self.qk_nope_head_dim + self.v_head_dim, self.kv_norm.weight.shape[-1]
+        )
 
     def _expand(self, latent: Array, key_rope: Array) -> tuple[Array, Array]:
         """Keys and values of every head."""
-        expanded = self._heads(self.kv_up(latent))
+        expanded = self._heads(self.kv_up(latent), self.qk_nope_head_dim + self.v_head_dim)
         key_nope, value = jnp.split(expanded, [self.qk_nope_head_dim], axis=-1)
         shared = jnp.broadcast_to(key_rope[:, :, None], (*key_nope.shape[:3], self.qk_rope_head_dim))
         return jnp.concatenate([key_nope, shared], axis=-1), value
 
-    def _heads(self, x: Array) -> Array:
-        return x.reshape(*x.shape[:-1], self.num_heads, x.shape[-1] // self.num_heads)
+    def _heads(self, x: Array, dim: int) -> Array:
+        return x.reshape(*x.shape[:-1], x.shape[-1] // dim, dim)
 
     def _finish(self, x: Array, output: Array) -> Array:
         """Output gate and output projection."""
         if self.gate_proj is not None:
             gate = jax.nn.sigmoid(self.gate_proj(x).astype(jnp.float32)).astype(x.dtype)
-            output = output * self._heads(gate)
+            output = output * self._heads(gate, gate.shape[-1] // output.shape[2])
         return self.output_proj(jax.lax.collapse(output, 2))

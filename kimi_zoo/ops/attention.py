@@ -32,8 +32,9 @@ def causal_attention(
     if segment_ids is not None:
         segment_ids = segment_runs(segment_ids)
         # 0 * NaN is NaN: what padding holds must not reach the products
-        value = jnp.where((segment_ids > 0)[..., None, None], value, jnp.zeros((), value.dtype))
-        key = jnp.where((segment_ids > 0)[..., None, None], key, jnp.zeros((), key.dtype))
+        query, key, value = (
+            jnp.where((segment_ids > 0)[..., None, None], x, jnp.zeros((), x.dtype)) for x in (query, key, value)
+        )
     block = _attend_block
     if seq > 8 * block_size:
         block_size = -(-seq // 16)

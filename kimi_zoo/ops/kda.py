@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kimi_zoo.ops.context import RowPart, axis_size, check_row_segments, from_last, row_part
 from kimi_zoo.ops.kda_chunked import kda_chunked
+from kimi_zoo.ops.kda_context import kda_over_ranks
 from kimi_zoo.ops.kda_gates import Activation, Inputs, Tokens, accumulation_dtype, activate_tokens, check_gate
 from kimi_zoo.ops.kda_recurrent import delta_step, kda_recurrent
 from kimi_zoo.ops.kda_tokamax import TOKAMAX_CHUNK, TOKAMAX_NAMES, check_tokamax, kda_tokamax
@@ -42,6 +44,7 @@ def kimi_delta_attention(
     use_qk_l2norm: bool = False,
     chunk_size: int | None = None,
     implementation: str | None = None,
+    context_axis: str | None = None,
 ) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch *state heads key_dim value_dim"] | None]:
     """Kimi Delta Attention over whole sequences.
 
@@ -69,6 +72,9 @@ def kimi_delta_attention(
     - `chunk_size`: tokens per chunk of the chunked form, a power of two; 64 by default.
     - `implementation`: `None` for the best one where the program is lowered to, or one of `recurrent`, `chunked`,
         `tokamax_xla`, `tokamax_xla_chunked`, `tokamax_mosaic`: that one, or an error that says why not.
+    - `context_axis`: inside `jax.shard_map`, the mesh axis over whose ranks each row is split into consecutive parts
+        (no other order: a state depends on all that came before). Initial and final states are then those of the whole
+        rows, the same on every rank; what is sent does not grow with the number of tokens.
 
     Derivatives are taken in reverse mode, also repeatedly, and forward mode over reverse; forward mode alone
     (`jax.jvp`) works with `recurrent` only.
@@ -101,16 +107,30 @@ def kimi_delta_attention(
     dtype = accumulation_dtype(query.dtype)
     dt_bias = None if dt_bias is None else dt_bias.reshape(heads, key_dim)
     activation = Activation(key_dim**-0.5 if scale is None else scale, lower_bound, use_qk_l2norm)
-    if max_num_segments is not None:
-        segment_ids = jnp.ones((batch, seq), jnp.int32) if segment_ids is None else segment_ids
-        segment_ids = check_segments(segment_ids, max_num_segments)
+    if max_num_segments is not None and segment_ids is None:
+        segment_ids = jnp.ones((batch, seq), jnp.int32)
+    axis, part = None, None
+    if context_axis is not None and axis_size(context_axis, "context_axis") > 1 and seq:
+        axis = context_axis
+        part = None if segment_ids is None else row_part(segment_ids, axis)
+    if max_num_segments is not None and segment_ids is not None:
+        if part is None:
+            segment_ids = check_segments(segment_ids, max_num_segments)
+        else:
+            segment_ids = check_row_segments(part, max_num_segments)
     if initial_state is None:  # an outer product of nothing, so that it is laid out over devices as they are
         nothing = [jnp.zeros_like(jnp.sum(x, axis=1), dtype) for x in (query, value)]
         initial_state = nothing[0][..., :, None] * nothing[1][..., None, :]
-    states = _initial_states(initial_state.astype(dtype), segment_ids, max_num_segments)
+    states = _initial_states(initial_state.astype(dtype), segment_ids, max_num_segments, part)
     tokens = Tokens(query, key, value, gate, beta)
     inputs = vary_alike(Inputs(tokens, states, a_log, dt_bias, segment_ids))
-    output, states = _run(implementation, inputs, activation, chunk_size)
+    run = lambda inputs: _run(implementation, inputs, activation, chunk_size)
+    if axis is not None:
+        output, states = kda_over_ranks(run, inputs, part, axis)
+    else:
+        output, states = run(inputs)
+        if context_axis is not None:
+            states = from_last(states, context_axis)
     return output.astype(value.dtype), states if output_final_state else None
 
 
@@ -253,13 +273,16 @@ def _initial_states(
     state: Float[Array, "batch *segments heads key_dim value_dim"],
     segment_ids: Array | None,
     max_num_segments: int | None,
+    part: RowPart | None,
 ) -> Float[Array, "batch *states heads key_dim value_dim"]:
     """The state before each row, or before each segment id: a row's single state belongs to its first segment."""
     if max_num_segments is None or segment_ids is None or state.ndim == 5:
         return state
     batch, seq = segment_ids.shape
     first = jnp.zeros((batch,), segment_ids.dtype)
-    if seq:
+    if part is not None:
+        first = part.first_id
+    elif seq:
         first_real = jnp.argmax(segment_ids > 0, axis=1)
         first = jnp.take_along_axis(segment_ids, first_real[:, None], axis=1)[:, 0]
     owner = jnp.maximum(first, 1)[:, None] == jnp.arange(1, max_num_segments + 1, dtype=segment_ids.dtype)

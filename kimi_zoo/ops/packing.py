@@ -12,6 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
+from kimi_zoo.ops.varying import varying_axes
+
 
 def segment_ids_from_cu_seqlens(
     cu_seqlens: Int[Array | np.ndarray, " bounds"] | list[int] | tuple[int, ...],
@@ -115,25 +117,44 @@ def check_segments(segment_ids: Int[Array, "batch seq"], max_num_segments: int) 
 
     Raises `ValueError` where the ids are known, a run-time error where they are traced.
     """
-    batch, seq = segment_ids.shape
-    if batch * seq == 0:
+    if segment_ids.size == 0:
         return segment_ids
+    distinct = jnp.sum(present_ids(segment_ids, max_num_segments), axis=1)
+    apart = jnp.any(jnp.max(segment_runs(segment_ids), axis=1).astype(distinct.dtype) > distinct)
+    return refuse_segments(segment_ids, apart, max_num_segments)
+
+
+def present_ids(segment_ids: Int[Array, "batch seq"], max_num_segments: int) -> Bool[Array, "batch segments"]:
+    """Which of the ids 1, 2, ... a row has tokens of."""
     ids = jnp.arange(1, max_num_segments + 1, dtype=segment_ids.dtype)
-    distinct = jnp.sum(jnp.any(segment_ids[..., None] == ids, axis=1), axis=1)
-    runs = jnp.max(segment_runs(segment_ids), axis=1).astype(distinct.dtype)
-    most, apart = jnp.max(segment_ids), jnp.any(runs > distinct)
+    return jnp.any(segment_ids[..., None] == ids, axis=1)
+
+
+def refuse_segments(
+    segment_ids: Int[Array, "batch seq"], apart: Bool[Array, ""], max_num_segments: int
+) -> Int[Array, "batch seq"]:
+    """Returns the ids unless one is above `max_num_segments` or `apart` says that a segment's tokens are."""
+    most = jnp.max(segment_ids)
     above = f"`max_num_segments` is {max_num_segments}, and `segment_ids` hold a larger id"
     returns = (
         "with `max_num_segments`, the tokens of a segment must stand together, but an id in `segment_ids` comes back"
     )
     if isinstance(most, Tracer):
-        segment_ids = eqx.error_if(segment_ids, most > max_num_segments, above)
-        return eqx.error_if(segment_ids, apart, returns)
+        segment_ids = _error_if(segment_ids, most > max_num_segments, above)
+        return _error_if(segment_ids, apart, returns)
     if most > max_num_segments:
         raise ValueError(f"{above}: {int(most)}. Ids count from 1; give as many segments as the largest id.")
     if apart:
         raise ValueError(f"{returns} after another one. Number its second part as a segment of its own.")
     return segment_ids
+
+
+def _error_if(x: Array, wrong: Bool[Array, ""], message: str) -> Array:
+    """`equinox.error_if`, which needs a condition that is the same on all devices inside `jax.shard_map`."""
+    axes = tuple(varying_axes(wrong))
+    if axes:
+        wrong = jax.lax.pmax(wrong.astype(jnp.int32), axes) > 0
+    return x + eqx.error_if(jnp.zeros((), x.dtype), wrong, message)
 
 
 def _take_rows(x: Array, index: Int[Array, "batch places"]) -> Array:

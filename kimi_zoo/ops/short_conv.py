@@ -1,9 +1,12 @@
 """Short causal depthwise convolution with packed segments, padding and a decoding window."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kimi_zoo.ops.context import axis_size, exclusive_scan, from_last, from_left, row_part
 from kimi_zoo.ops.packing import segment_runs
 
 
@@ -15,6 +18,7 @@ def short_convolution(
     window: Float[Array, "batch tail channels"] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
     activation: str | None = "silu",
+    context_axis: str | None = None,
 ) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch tail channels"]]:
     """`y_t = act(bias + sum_j weight[:, width - 1 - j] * x_{t - j})`, the sum taken in float32.
 
@@ -26,6 +30,8 @@ def short_convolution(
     - `segment_ids`: 1, 2, ... for packed documents, 0 for padding, anywhere in a row. A document sees only its own
         tokens, as if padding were not there (`window` belongs to the row's first document); the output at padding is 0.
     - `activation`: `"silu"` or `None`.
+    - `context_axis`: inside `jax.shard_map`, the mesh axis over whose ranks each row is split into consecutive parts.
+        `window` and the next window are then those of the whole row, the same on every rank.
 
     **Returns:** the output, in the dtype of `x`, and the window for the next call: the last `width - 1` real inputs of
     the row's last document, zero-filled on the left.
@@ -42,6 +48,10 @@ def short_convolution(
     if window is not None and window.shape != (x.shape[0], width - 1, channels):
         expected = (x.shape[0], width - 1, channels)
         raise ValueError(f"`window` holds the width - 1 inputs before `x`: expected {expected}, got {window.shape}.")
+    row_window = None
+    if context_axis is not None:
+        axis_size(context_axis, "context_axis")
+        window, row_window = _windows_of_parts(x, window, width, segment_ids, context_axis)
     if segment_ids is None or x.shape[1] == 0:
         inputs, next_window = _shifted(x, window, width)
     else:
@@ -54,7 +64,7 @@ def short_convolution(
         y = jax.nn.silu(y)
     if segment_ids is not None:
         y = jnp.where((segment_ids > 0)[..., None], y, 0.0)
-    return y.astype(x.dtype), next_window
+    return y.astype(x.dtype), next_window if row_window is None else row_window
 
 
 def _extend(x: Array, window: Array | None, width: int) -> Array:
@@ -124,3 +134,58 @@ def _has_gap(real: Bool[Array, "batch seq"], continued: bool) -> Bool[Array, ""]
     before = jnp.concatenate([jnp.full((real.shape[0], 1), continued), real], axis=1)
     seen = jax.lax.cummax(before.astype(jnp.int32), axis=1)[:, :-1] > 0
     return jnp.any(real & seen & ~before[:, :-1])
+
+
+def _windows_of_parts(
+    x: Array, window: Array | None, width: int, segment_ids: Array | None, axis: str
+) -> tuple[Array, Array]:
+    """The window before this rank's part of the rows, and the one behind the whole rows.
+
+    A rank may hold fewer tokens than the window, or padding only, so what is combined over ranks is the last
+    `width - 1` real tokens, each with the number of its document.
+    """
+    batch, seq, channels = x.shape
+    tail = width - 1
+    if window is None:
+        window = jnp.zeros((batch, tail, channels), x.dtype)
+    window = window.astype(x.dtype)
+    if segment_ids is None and seq >= tail:  # one exchange with the neighbour
+        own = x[:, seq - tail :]
+        before = jnp.where(jax.lax.axis_index(axis) > 0, from_left(own, axis), window)
+        return before, from_last(own, axis)
+    segment_ids = jnp.ones((batch, seq), jnp.int32) if segment_ids is None else segment_ids
+    part = row_part(segment_ids, axis)
+    row_start = _Tail(jnp.ones((batch, tail), part.documents.dtype), window)  # belongs to the row's first document
+    nothing = jax.tree.map(jnp.zeros_like, row_start)
+    own = _last_real(_Tail(part.documents, x), tail)
+    before = _join(row_start, exclusive_scan(_join, own, nothing, axis))
+    row_end = from_last(_join(before, own), axis)
+    return before.of_document(part.first), row_end.of_document(row_end.documents[:, -1] if tail else part.first)
+
+
+class _Tail(NamedTuple):
+    """Tokens with the numbers of their documents, 0 where there is no token."""
+
+    documents: Int[Array, "batch seq"]
+    tokens: Float[Array, "batch seq channels"]
+
+    def of_document(self, number: Int[Array, " batch"]) -> Array:
+        """The tokens of one document, zeros elsewhere."""
+        return jnp.where((self.documents == number[:, None])[..., None], self.tokens, jnp.zeros_like(self.tokens))
+
+
+def _join(left: _Tail, right: _Tail) -> _Tail:
+    """The last real tokens of both, as many as each has places."""
+    joined = _Tail(*(jnp.concatenate(pair, axis=1) for pair in zip(left, right, strict=True)))
+    return _last_real(joined, left.documents.shape[1])
+
+
+def _last_real(part: _Tail, places: int) -> _Tail:
+    """The last real tokens, right-aligned."""
+    documents, tokens = part
+    order = jnp.argsort(documents > 0, axis=1, stable=True)[:, max(documents.shape[1] - places, 0) :]
+    documents = jnp.take_along_axis(documents, order, axis=1)
+    tokens = jnp.take_along_axis(tokens, order[..., None], axis=1)
+    tokens = jnp.where((documents > 0)[..., None], tokens, jnp.zeros_like(tokens))
+    missing = places - documents.shape[1]
+    return _Tail(jnp.pad(documents, ((0, 0), (missing, 0))), jnp.pad(tokens, ((0, 0), (missing, 0), (0, 0))))

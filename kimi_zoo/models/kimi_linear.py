@@ -71,11 +71,9 @@ class KimiBlock(eqx.Module):
         mixed = self.input_norm(x)
         if isinstance(self.mixer, MultiHeadLatentAttention):
             context = axes.sequence or None
-            options = {"context_axis": context} if context else {}
-            mixed = self.mixer(mixed, positions=positions, segment_ids=segment_ids, **options)
+            mixed = self.mixer(mixed, positions=positions, segment_ids=segment_ids, context_axis=context)
         else:
-            options = {"context_axis": axes.context, "head_axis": axes.heads} if axes.sequence else {}
-            mixed = self.mixer(mixed, segment_ids=segment_ids, **options)
+            mixed = self.mixer(mixed, segment_ids=segment_ids, context_axis=axes.context, head_axis=axes.heads)
         return x + _sum_parts(mixed, axes.tensor)
 
     def feed(

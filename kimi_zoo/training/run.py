@@ -88,7 +88,7 @@ def finetune(
     - `on_metrics`: called with every line of `metrics.jsonl`.
 
     **Raises:** `DataError`, `CheckpointError` or `ValueError` before any training for what cannot work;
-    `NonFiniteError`; `KeyboardInterrupt` after a checkpoint has been saved; `LostProcessError` if another process ended.
+    `NonFiniteError`; `KeyboardInterrupt` after a checkpoint has been saved; `LostProcessError` if another ended.
     """
     report = report or Report()
     output = Path(output)

@@ -36,6 +36,12 @@ CONFIG = tiny(
 TOLERANCE = 3e-5
 
 
+def packed_batch():
+    """Eight rows of 16 tokens: padding, one document, several that begin where 2, 4 and 8 devices are parted or not."""
+    rows = [runs(9, 5, padding=2), runs(16), runs(3, 3, 4, 6), runs(8, 8), runs(7, 2, 7), runs(1, 6, padding=9)]
+    return batch_of_segments(np.stack([*rows, np.roll(runs(4, 6, padding=6), 4), runs(2, 2, 12)]))
+
+
 def model_of(config=CONFIG, seed=0):
     model = kz.KimiLinear(config, key=jr.key(seed))
     # a balancing bias that matters, and norms that are not all one

@@ -26,7 +26,6 @@ from kimi_zoo.models.kimi_linear_config import KimiLinearConfig
 class MegatronOutput:
     """A checkpoint in one of Megatron's formats; see `convert.Output`."""
 
-    readers = 1  # what is read back shares pieces
     same_names = False
 
     def __init__(self, opened: Opened, layout: MegatronLayout | None, like: Path | None, keep_prediction: bool):

@@ -20,7 +20,6 @@ class PublishedOutput:
     """A checkpoint in published layout; see `convert.Output`."""
 
     target = "published layout (safetensors)"
-    readers = 2
     same_names = True
 
     def __init__(self, opened: Opened, max_shard_size: int | str, keep_prediction: bool, keep_optimizer: bool):

@@ -255,8 +255,12 @@ def _stream_array(array: np.ndarray, inner: int) -> Iterator[np.ndarray]:
             yield flat[start : start + STEP]
         return
     rows = max(1, STEP // inner)
+    buffer = np.empty((min(rows, array.shape[0]), *array.shape[1:]), array.dtype)
     for start in range(0, array.shape[0], rows):
-        yield np.ascontiguousarray(array[start : start + rows]).reshape(-1).view(np.uint8)
+        part = array[start : start + rows]
+        out = buffer[: part.shape[0]]
+        np.copyto(out, part)
+        yield out.reshape(-1).view(np.uint8)
 
 
 def _with(values: Shape, axis: int, value: int) -> Shape:

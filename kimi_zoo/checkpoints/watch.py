@@ -74,6 +74,8 @@ def finite_check(dtype: np.dtype) -> Callable[[np.ndarray], bool]:
     limit = _FINITE.get(DTYPE_NAMES.get(dtype, ""))
     if limit is None:
         return lambda _: True
-    bits = np.dtype(f"u{dtype.itemsize}")
-    mask = bits.type(2 ** (8 * dtype.itemsize - 1) - 1)
-    return lambda part: not part.size or int((part.view(bits) & mask).max()) <= limit
+    positive, any_sign = np.dtype(f"i{dtype.itemsize}"), np.dtype(f"u{dtype.itemsize}")
+    sign = 1 << (8 * dtype.itemsize - 1)
+    return lambda part: not part.size or bool(
+        part.view(positive).max() <= limit and part.view(any_sign).max() <= sign | limit
+    )

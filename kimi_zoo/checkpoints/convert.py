@@ -5,7 +5,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -268,7 +268,8 @@ def _write(output: Output, staging: Staging, report: Callable[[str, int, int], N
             continue
         fresh = Watch(advance, summed=output.same_names)
         (staging.folder / file).parent.mkdir(parents=True, exist_ok=True)
-        facts = output.write(staging.folder, file, fresh)
+        with closing(fresh):
+            facts = output.write(staging.folder, file, fresh)
         staging.record(file, {**facts, "checksums": fresh.checksums, "not_finite": fresh.not_finite})
         watch.checksums |= fresh.checksums
         watch.not_finite += fresh.not_finite

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,27 +36,42 @@ class Watch:
     summed: bool = True
     checksums: dict[str, int] = field(default_factory=dict)
     not_finite: list[str] = field(default_factory=list)
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1), repr=False)
+    _memory: tuple[np.ndarray, np.ndarray] = field(
+        default_factory=lambda: (np.empty(STEP, np.uint8), np.empty(STEP, np.uint8)), repr=False
+    )
 
     def stream(self, name: str, tensor: Blocks) -> Iterator[np.ndarray]:
         """The bytes of a tensor, watched; its stored pieces are released afterwards. Each part is valid until the next.
 
+        Another thread makes and looks at the next part while one is written.
+
         **Raises:** `CheckpointError` after a piece that has not the checksum it should have.
         """
+        parts = self._parts(name, tensor)
+        coming = self._thread.submit(next, parts, None)
+        while (part := coming.result()) is not None:
+            coming = self._thread.submit(next, parts, None)
+            yield part
+            self.advance(part.nbytes)
+
+    def _parts(self, name: str, tensor: Blocks) -> Iterator[np.ndarray]:
+        """The parts, each in memory of its own until the second after it."""
         check = finite_check(tensor.dtype)
-        buffer = np.empty(min(STEP, tensor.nbytes), np.uint8)
         checksum, finite, mirrored = 0, True, 0
         for piece in tensor.pieces():
             found, length = 0, 0
             for part in piece.parts:
-                if not part.flags.writeable and part.nbytes <= buffer.nbytes:
-                    np.copyto(buffer[: part.nbytes], part)  # the system is slow to write what is only mapped
-                    part = buffer[: part.nbytes]
+                if part.nbytes > self._memory[0].nbytes:
+                    self._memory = (np.empty(part.nbytes, np.uint8), np.empty(part.nbytes, np.uint8))
+                copy = self._memory[0][: part.nbytes]
+                self._memory = self._memory[::-1]
+                np.copyto(copy, part)  # besides, the system is slow to write what is only mapped
                 if self.summed or piece.checksum is not None:
-                    found = zlib.crc32(part, found)
-                finite = finite and check(part)
-                yield part
+                    found = zlib.crc32(copy, found)
+                finite = finite and check(copy)
+                yield copy
                 length += part.nbytes
-                self.advance(part.nbytes)
                 mirrored += part.nbytes
                 if mirrored > RELEASE_BYTES:
                     tensor.release()
@@ -67,6 +83,10 @@ class Watch:
             self.checksums[name] = checksum
         if not finite:
             self.not_finite.append(name)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown()
 
 
 def finite_check(dtype: np.dtype) -> Callable[[np.ndarray], bool]:

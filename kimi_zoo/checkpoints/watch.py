@@ -96,6 +96,6 @@ def finite_check(dtype: np.dtype) -> Callable[[np.ndarray], bool]:
         return lambda _: True
     positive, any_sign = np.dtype(f"i{dtype.itemsize}"), np.dtype(f"u{dtype.itemsize}")
     sign = 1 << (8 * dtype.itemsize - 1)
-    return lambda part: not part.size or bool(
-        part.view(positive).max() <= limit and part.view(any_sign).max() <= sign | limit
+    return lambda part: (
+        not part.size or bool(part.view(positive).max() <= limit and part.view(any_sign).max() <= sign | limit)
     )

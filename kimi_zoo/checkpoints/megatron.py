@@ -244,6 +244,11 @@ class _Pool:
             left = [key for key in left if key.name != table.HEAD.name]
         unknown = [f"{key} is not a parameter that is known" for key in left]
         unknown += [f"{name:.120} is not a parameter that is known" for name in self.run.unknown]
+        if unknown:
+            unknown.append(
+                "The published layout has no tensors for parameters that are not known: merge adapters, remove what "
+                "does not belong to the model, or give another checkpoint."
+            )
         if problems := self.problems + unknown:
             raise CheckpointError(f"{self.run.folder} cannot be converted:\n" + join_problems(problems))
         for name, (stored, real) in self.trimmed.items():

@@ -107,7 +107,8 @@ def _optimizer(opened: Opened, found: Megatron | None) -> dict[str, Blocks]:
     if found is None or not found.run.optimizer:
         raise CheckpointError(
             f"{opened.path} has no optimizer state with the names of parameters, which only distributed Megatron "
-            "checkpoints have."
+            "checkpoints (torch_dist, fsdp_dtensor) have. Convert without keep_optimizer (--keep-optimizer), which "
+            "leaves it out, or save the checkpoint as torch_dist."
         )
     state = optimizer_tensors(found)
     opened.left_out.pop("entries of the optimizer", None)

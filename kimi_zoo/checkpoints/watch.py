@@ -64,8 +64,8 @@ class Watch:
             for part in piece.parts:
                 if part.nbytes > self._memory[0].nbytes:
                     self._memory = (np.empty(part.nbytes, np.uint8), np.empty(part.nbytes, np.uint8))
-                copy = self._memory[0][: part.nbytes]
-                self._memory = self._memory[::-1]
+                one, other = self._memory
+                copy, self._memory = one[: part.nbytes], (other, one)
                 np.copyto(copy, part)  # besides, the system is slow to write what is only mapped
                 if self.summed or piece.checksum is not None:
                     found = zlib.crc32(copy, found)

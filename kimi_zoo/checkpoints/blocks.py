@@ -10,7 +10,9 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-STEP = 8_000_000  # bytes that are looked at together
+from kimi_zoo.checkpoints.files import CheckpointError
+
+STEP = 1 << 19  # bytes that are looked at together: they stay in the cache of a core from one look to the next
 
 Shape = tuple[int, ...]
 View = Callable[[np.ndarray], np.ndarray]
@@ -93,6 +95,16 @@ class Piece:
     parts: Iterator[np.ndarray]
     checksum: int | None
     where: str
+
+    def compare(self, found: int, name: str) -> None:
+        """Compares the checksum of its bytes, which belong to the tensor of that name.
+
+        **Raises:** `CheckpointError` if it is not the one that they must have.
+        """
+        if self.checksum is not None and found != self.checksum:
+            raise CheckpointError(
+                f"{self.where} is damaged ({name}): its checksum is {found:08x}, and should be {self.checksum:08x}."
+            )
 
 
 @dataclass(frozen=True)
@@ -243,8 +255,12 @@ def _stream_array(array: np.ndarray, inner: int) -> Iterator[np.ndarray]:
             yield flat[start : start + STEP]
         return
     rows = max(1, STEP // inner)
+    buffer = np.empty((min(rows, array.shape[0]), *array.shape[1:]), array.dtype)
     for start in range(0, array.shape[0], rows):
-        yield np.ascontiguousarray(array[start : start + rows]).reshape(-1).view(np.uint8)
+        part = array[start : start + rows]
+        out = buffer[: part.shape[0]]
+        np.copyto(out, part)
+        yield out.reshape(-1).view(np.uint8)
 
 
 def _with(values: Shape, axis: int, value: int) -> Shape:

@@ -12,7 +12,7 @@ Matrix = tuple[int, ...]  # column n is what bit n becomes
 
 def crc32_combine(first: int, second: int, length: int) -> int:
     """`crc32(a + b)`, given `crc32(a)`, `crc32(b)` and the `length` of `b` in bytes."""
-    return _times(_zeros(length), first) ^ second
+    return _times(_zeros(length), first) ^ second if first else second
 
 
 @functools.lru_cache(maxsize=256)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from kimi_zoo.checkpoints.blocks import Blocks
+from kimi_zoo.checkpoints.checksums import crc32_combine
 from kimi_zoo.checkpoints.files import CARRIED, CheckpointError, check_destination, list_some
 from kimi_zoo.checkpoints.megatron_output import MegatronLayout, MegatronOutput
 from kimi_zoo.checkpoints.published_output import PublishedOutput
@@ -18,6 +19,7 @@ from kimi_zoo.checkpoints.sources import Opened, open_source, read_given_config
 from kimi_zoo.checkpoints.staging import Staging, identity_of, stage
 from kimi_zoo.checkpoints.watch import RELEASE_BYTES, Watch
 
+READERS = 2  # threads that read back
 Target = Literal["hf", "megatron"]
 
 
@@ -77,12 +79,10 @@ class Conversion:
 class Output(Protocol):
     """One format that can be written.
 
-    `readers`: how many threads may read its tensors back; `same_names`: whether `Watch` sees them under the names that
-    they are read back by.
+    `same_names`: whether `Watch` sees its tensors under the names that they are read back by.
     """
 
     target: str
-    readers: int
     same_names: bool
 
     def files(self) -> dict[str, int]:
@@ -305,9 +305,9 @@ def _verify(output: Output, folder: Path, checksums: Mapping[str, int], report: 
 
     def equal(name: str) -> bool:
         known = checksums.get(name)
-        return _checksum(written[name]) == (_checksum(expected[name]) if known is None else known)
+        return _checksum(name, written[name]) == (_checksum(name, expected[name]) if known is None else known)
 
-    with ThreadPoolExecutor(output.readers) as readers:
+    with ThreadPoolExecutor(READERS) as readers:
         for name, same in zip(written, readers.map(equal, written), strict=True):
             if not same:
                 raise CheckpointError(f"{name} does not read back as it was written. Is the disk or memory faulty?")
@@ -316,13 +316,18 @@ def _verify(output: Output, folder: Path, checksums: Mapping[str, int], report: 
     return len(written)
 
 
-def _checksum(tensor: Blocks) -> int:
+def _checksum(name: str, tensor: Blocks) -> int:
     checksum, mirrored = 0, 0
-    for part in tensor.stream():
-        checksum = zlib.crc32(part, checksum)
-        mirrored += part.nbytes
-        if mirrored > RELEASE_BYTES:
-            tensor.release()
-            mirrored = 0
+    for piece in tensor.pieces():
+        found, length = 0, 0
+        for part in piece.parts:
+            found = zlib.crc32(part, found)
+            length += part.nbytes
+            mirrored += part.nbytes
+            if mirrored > RELEASE_BYTES:
+                tensor.release()
+                mirrored = 0
+        piece.compare(found, name)
+        checksum = crc32_combine(checksum, found, length)
     tensor.release()
     return checksum

@@ -1,5 +1,6 @@
 """Files of a checkpoint folder: JSON with helpful errors, files and folders that appear whole or not at all."""
 
+import io
 import json
 import mmap
 import os
@@ -7,6 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -112,10 +114,10 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     path = Path(path)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with _FlowingFile(handle, "wb") as raw, io.BufferedWriter(raw) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            raw.settle()
         os.chmod(temporary, 0o666 & ~_umask())  # mkstemp made it private
         os.replace(temporary, path)
     except BaseException:
@@ -123,6 +125,39 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.unlink(temporary)
         raise
     _fsync_folder(path.parent)
+
+
+FLOWING_BYTES = 1 << 26
+
+
+class _FlowingFile(io.FileIO):
+    """A file that goes to disk while it is being written, so that little is left to wait for at its end."""
+
+    def __init__(self, handle: int, mode: str):
+        super().__init__(handle, mode)
+        self._waiting, self._thread = 0, ThreadPoolExecutor(1)
+        self._flushing: Future[None] | None = None
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        self._waiting += written
+        if self._waiting >= FLOWING_BYTES and (self._flushing is None or self._flushing.done()):
+            self._flushed()
+            self._flushing, self._waiting = self._thread.submit(os.fsync, self.fileno()), 0
+        return written
+
+    def settle(self) -> None:
+        """Returns when everything is on disk. **Raises:** `OSError` if that fails or failed before."""
+        self._flushed()
+        os.fsync(self.fileno())
+
+    def _flushed(self) -> None:
+        if self._flushing is not None:
+            self._flushing.result()  # the system reports a failure once
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        super().close()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from kimi_zoo.checkpoints.megatron_facts import Stack, facts_of, find_stack
 from kimi_zoo.checkpoints.megatron_legacy import Legacy, join_parts
 from kimi_zoo.checkpoints.megatron_names import OUTER, Key, Place, parse_name
 from kimi_zoo.checkpoints.megatron_run import Run, open_run, unstacked
-from kimi_zoo.checkpoints.megatron_sections import Misfit, cut_rank, trim
+from kimi_zoo.checkpoints.megatron_sections import Misfit, cut_rank, join_ranks, trim
 from kimi_zoo.checkpoints.tables import megatron as table
 from kimi_zoo.checkpoints.tables.megatron import EXPERT, Row, Section, Variant, dimensions, sized
 from kimi_zoo.models.kimi_linear_config import KimiLinearConfig
@@ -99,18 +99,33 @@ class Stored(Protocol):
 
 
 class _Dist:
-    """Parameters that are stored whole."""
+    """Parameters that are stored whole, `ranks` being those that they were split over."""
 
-    def __init__(self, tensors: Mapping[Key, Blocks]):
-        self.tensors = tensors
+    def __init__(self, tensors: Mapping[Key, Blocks], ranks: int):
+        self.tensors, self.ranks = tensors, ranks
         self.split_downs = any(len(t.blocks) > 1 for key, t in tensors.items() if key.name in _DOWNS)
 
     def sections(self, key: Key, row: Row, sizes: Mapping[str, int], problems: list[str]) -> list[Blocks] | None:
+        tensor = self.tensors[key]
+        ranks = self.ranks if _by_rank(tensor, row, self.ranks) else 1
+        parts = tensor.cut(0, [tensor.shape[0] // ranks] * ranks) if ranks > 1 else [tensor]
         try:
-            return cut_rank(self.tensors[key], row, sizes, 1)[0]
+            sections = [cut_rank(part, row, sizes, ranks)[0] for part in parts]
+            return join_ranks(sections, row.axis) if ranks > 1 else sections[0]
         except Misfit as error:
             problems.append(f"{key} {error}")
             return None
+
+
+def _by_rank(tensor: Blocks, row: Row, ranks: int) -> bool:
+    """Whether a fused projection of attention has what ranks hold one after another, each with its share of every
+    section. So does a module that says nothing of its sections; one that does stores chunks that end with them."""
+    if ranks == 1 or row.axis != 0 or len(row.sections) == 1 or not row.name.startswith("self_attention."):
+        return False
+    length = tensor.shape[0] // ranks
+    return {(block.offset[0], block.shape[0]) for block in tensor.blocks} == {
+        (i * length, length) for i in range(ranks)
+    }
 
 
 class _Ranked:
@@ -127,12 +142,18 @@ class _Ranked:
         return join_parts(self.legacy, key, row, sizes, problems)
 
 
+def _stored(run: Run) -> Stored:
+    if isinstance(run.source, Legacy):
+        return _Ranked(run.source)
+    return _Dist(run.source, run.parallel.get("TP", 1) if run.kind == "torch_dist" else 1)
+
+
 class _Pool:
     """All parameters of a checkpoint, each of which is taken once."""
 
     def __init__(self, run: Run, config: KimiLinearConfig):
         self.run = run
-        self.stored: Stored = _Ranked(run.source) if isinstance(run.source, Legacy) else _Dist(run.source)
+        self.stored: Stored = _stored(run)
         self.sizes = dimensions(config)
         self.stored_sizes = _stored_sizes(run, self.sizes)
         self.used: set[Key] = set()
@@ -223,6 +244,11 @@ class _Pool:
             left = [key for key in left if key.name != table.HEAD.name]
         unknown = [f"{key} is not a parameter that is known" for key in left]
         unknown += [f"{name:.120} is not a parameter that is known" for name in self.run.unknown]
+        if unknown:
+            unknown.append(
+                "The published layout has no tensors for parameters that are not known: merge adapters, remove what "
+                "does not belong to the model, or give another checkpoint."
+            )
         if problems := self.problems + unknown:
             raise CheckpointError(f"{self.run.folder} cannot be converted:\n" + join_problems(problems))
         for name, (stored, real) in self.trimmed.items():

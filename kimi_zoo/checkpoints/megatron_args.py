@@ -132,7 +132,9 @@ def fields_of_args(args: Mapping[str, Any]) -> dict[str, Any]:
     _kinds(args, fields, problems)
     if problems:
         raise CheckpointError(
-            "the checkpoint's arguments describe no model in published layout:\n" + "\n".join(problems)
+            "the checkpoint's arguments describe no model in published layout:\n" + "\n".join(problems) + "\n"
+            "Published Kimi Linear models have no such parts: a model trained with them cannot be converted. If an "
+            "argument is not what it was trained with, correct it where the checkpoint is saved."
         )
     return fields
 

@@ -111,7 +111,7 @@ class Writer:
         whole = row.axis is None or (row.replicable and settled.names.get("down_ranks") != "split")
         ranks = 1 if whole else settled.etp if row.expert else settled.tp
         axis = row.axis or 0
-        for rank, part in enumerate(shares(values, axis, ranks)):
+        for rank, part in enumerate(shares(values, row, ranks)):
             offset = [0] * len(values.shape)
             offset[0] = start
             offset[axis] += rank * part.shape[axis]

@@ -136,13 +136,15 @@ def settle(layout: MegatronLayout, facts: Mapping[str, Any], config: KimiLinearC
 
 def _divisions(config: KimiLinearConfig, tp: int, pp: int, ep: int, etp: int, vpp: int) -> Iterator[str]:
     """What does not divide."""
+    routed = "moe" in config.mlp_kinds
+    width = config.moe_intermediate_size if routed else 0
     for what, value, parts, name in (
         ("KDA heads", config.linear_num_heads, tp, "tp"),
         ("MLA heads", config.num_attention_heads, tp, "tp"),
         ("intermediate_size", config.intermediate_size, tp, "tp"),
-        ("the shared experts' width", config.moe_intermediate_size * config.num_shared_experts, tp, "tp"),
-        ("moe_intermediate_size", config.moe_intermediate_size if config.num_experts else 0, etp, "etp"),
-        ("experts", config.num_experts, ep, "ep"),
+        ("the shared experts' width", width * config.num_shared_experts, tp, "tp"),
+        ("moe_intermediate_size", width, etp, "etp"),
+        ("experts", config.num_experts if routed else 0, ep, "ep"),
         ("layers", config.num_hidden_layers, pp * vpp, "pp * vpp"),
     ):
         if value % parts:

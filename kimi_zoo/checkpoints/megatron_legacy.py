@@ -185,7 +185,10 @@ def _layout(args: dict[str, Any] | None, found: Mapping[str, Path], file: TorchF
         pp, ep = size("pipeline_model_parallel_size", 1), size("expert_model_parallel_size", 1)
         vpp = max(size("virtual_pipeline_model_parallel_size", 1), virtual)
         if etp not in (1, tp):
-            raise CheckpointError(f"{file.where}: expert tensor parallelism {etp} is neither 1 nor {tp}; not read.")
+            raise CheckpointError(
+                f"{file.where}: expert tensor parallelism {etp} is neither 1 nor {tp}, the tensor parallelism; such "
+                "legacy checkpoints are not read. Save the model as torch_dist, which may be split in any way."
+            )
         return Layout(tp, pp, ep, etp, vpp)
     numbers = [RANK.fullmatch(name) for name in found]
     counts = [1 + max((int(m[i]) for m in numbers if m and m[i]), default=0) for i in (1, 2, 3)]

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from kimi_zoo.checkpoints.blocks import Blocks, Computed, join, stack, whole
-from kimi_zoo.checkpoints.files import atomic_file
+from kimi_zoo.checkpoints.files import CheckpointError, atomic_file
 from kimi_zoo.checkpoints.megatron_layout import Parameter, Settled
 from kimi_zoo.checkpoints.megatron_legacy import FILES, Layout
 from kimi_zoo.checkpoints.megatron_names import Key
 from kimi_zoo.checkpoints.megatron_sections import pad
 from kimi_zoo.checkpoints.pickle_writing import Made
 from kimi_zoo.checkpoints.pickles import Name
-from kimi_zoo.checkpoints.tables.megatron import EMBEDDING, HEAD
+from kimi_zoo.checkpoints.tables.megatron import EMBEDDING, HEAD, Row
 from kimi_zoo.checkpoints.torch_saving import write_archive
 from kimi_zoo.checkpoints.watch import Watch
 
@@ -113,7 +113,7 @@ class Writer:
         row = parameter.row
         sections = [pad(s, 0, self.settled.padded_vocab) if row in (EMBEDDING, HEAD) else s for s in parameter.sections]
         if row.axis is not None and not (row.replicable and self.settled.names.get("down_ranks") != "split"):
-            sections = [_share(section, row.axis, rank, ranks) for section in sections]
+            sections = [_share(section, row, rank, ranks) for section in sections]
         return join(sections, 0)
 
     def _name(self, key: Key) -> str:
@@ -124,8 +124,14 @@ class Writer:
         return f"{key.prefix}{key.name}{key.expert}"
 
 
-def _share(tensor: Blocks, axis: int, rank: int, ranks: int) -> Blocks:
-    size = tensor.shape[axis] // ranks
+def _share(tensor: Blocks, row: Row, rank: int, ranks: int) -> Blocks:
+    axis = row.axis or 0
+    size, rest = divmod(tensor.shape[axis], ranks)
+    if rest:
+        raise CheckpointError(
+            f"This model cannot be split so: a part of {row.name} has {tensor.shape[axis]} of what each rank holds a "
+            f"share of, which is not divisible by the {ranks} ranks. Choose another tp."
+        )
     return tensor.part(axis, rank * size, (rank + 1) * size)
 
 
@@ -137,6 +143,6 @@ def _grouped(experts: Sequence[Blocks], *, first: bool) -> Blocks:
     return whole(Computed(shape, stacked.dtype, lambda: stacked.read().reshape(shape)))
 
 
-def shares(tensor: Blocks, axis: int, ranks: int) -> Iterator[Blocks]:
-    """Equal parts along an axis."""
-    return (_share(tensor, axis, rank, ranks) for rank in range(ranks))
+def shares(tensor: Blocks, row: Row, ranks: int) -> Iterator[Blocks]:
+    """Equal parts along the axis that a row is split along. **Raises:** `CheckpointError` if it does not divide."""
+    return (_share(tensor, row, rank, ranks) for rank in range(ranks))

@@ -26,7 +26,6 @@ from kimi_zoo.models.kimi_linear_config import KimiLinearConfig
 class MegatronOutput:
     """A checkpoint in one of Megatron's formats; see `convert.Output`."""
 
-    readers = 1  # what is read back shares pieces
     same_names = False
 
     def __init__(self, opened: Opened, layout: MegatronLayout | None, like: Path | None, keep_prediction: bool):
@@ -37,6 +36,8 @@ class MegatronOutput:
         self.opened, self.config = opened, adapt_config(opened.config, opened.tensors)
         facts = _facts(opened, like)
         self.settled = settle(layout or MegatronLayout(), facts, self.config)
+        if facts.get("format") == "fsdp_dtensor" and (layout is None or layout.format is None):
+            opened.notes.append("The model was fsdp_dtensor, which is not written; it becomes torch_dist.")
         self.args = _args(facts, self.config, self.settled, opened.tensors)
         self.parameters = tuple(_parameters(opened, self.config, self.settled, keep_prediction))
         self.target = _describe(self.settled)

@@ -20,7 +20,6 @@ class PublishedOutput:
     """A checkpoint in published layout; see `convert.Output`."""
 
     target = "published layout (safetensors)"
-    readers = 2
     same_names = True
 
     def __init__(self, opened: Opened, max_shard_size: int | str, keep_prediction: bool, keep_optimizer: bool):
@@ -108,7 +107,8 @@ def _optimizer(opened: Opened, found: Megatron | None) -> dict[str, Blocks]:
     if found is None or not found.run.optimizer:
         raise CheckpointError(
             f"{opened.path} has no optimizer state with the names of parameters, which only distributed Megatron "
-            "checkpoints have."
+            "checkpoints (torch_dist, fsdp_dtensor) have. Convert without keep_optimizer (--keep-optimizer), which "
+            "leaves it out, or save the checkpoint as torch_dist."
         )
     state = optimizer_tensors(found)
     opened.left_out.pop("entries of the optimizer", None)

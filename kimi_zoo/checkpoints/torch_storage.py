@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from kimi_zoo.checkpoints.blocks import STEP, Source
+from kimi_zoo.checkpoints.blocks import Source
 from kimi_zoo.checkpoints.files import CheckpointError, release_pages
 
 DTYPES: dict[str, np.dtype] = {
@@ -37,6 +37,9 @@ STORAGES = {
 """torch's storage classes -> the dtype of their elements."""
 
 
+CHECKED_BYTES = 8_000_000  # of a storage that are mirrored in memory while its checksum is computed
+
+
 @dataclass
 class Storage:
     """Bytes in a mapped file: `size` from `start` on, with the checksum they should have."""
@@ -55,8 +58,8 @@ class Storage:
         """
         if not self.checked and self.checksum is not None:
             found = 0
-            for at in range(self.start, self.start + self.size, STEP):
-                end = min(at + STEP, self.start + self.size)
+            for at in range(self.start, self.start + self.size, CHECKED_BYTES):
+                end = min(at + CHECKED_BYTES, self.start + self.size)
                 found = zlib.crc32(memoryview(self.mapping)[at:end], found)
                 release_pages(self.mapping, at, end - at)
             if found != self.checksum:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kimi_zoo.checkpoints.blocks import Blocks
+from kimi_zoo.checkpoints.blocks import STEP, Blocks
 from kimi_zoo.checkpoints.checksums import crc32_combine
-from kimi_zoo.checkpoints.files import CheckpointError
 from kimi_zoo.checkpoints.safetensors_header import DTYPE_NAMES
 
 # the largest bit pattern, without its sign, that is still finite
@@ -24,7 +23,6 @@ _FINITE = {
 
 
 RELEASE_BYTES = 1 << 26  # of a long tensor that may be mirrored in memory at a time
-SMALL = 1 << 16  # bytes that are looked at at once; more of them by another thread, while they are written
 
 
 @dataclass
@@ -39,38 +37,46 @@ class Watch:
     checksums: dict[str, int] = field(default_factory=dict)
     not_finite: list[str] = field(default_factory=list)
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1), repr=False)
+    _memory: tuple[np.ndarray, np.ndarray] = field(
+        default_factory=lambda: (np.empty(STEP, np.uint8), np.empty(STEP, np.uint8)), repr=False
+    )
 
     def stream(self, name: str, tensor: Blocks) -> Iterator[np.ndarray]:
-        """The bytes of a tensor, watched; its stored pieces are released afterwards.
+        """The bytes of a tensor, watched; its stored pieces are released afterwards. Each part is valid until the next.
+
+        Another thread makes and looks at the next part while one is written.
 
         **Raises:** `CheckpointError` after a piece that has not the checksum it should have.
         """
+        parts = self._parts(name, tensor)
+        coming = self._thread.submit(next, parts, None)
+        while (part := coming.result()) is not None:
+            coming = self._thread.submit(next, parts, None)
+            yield part
+            self.advance(part.nbytes)
+
+    def _parts(self, name: str, tensor: Blocks) -> Iterator[np.ndarray]:
+        """The parts, each in memory of its own until the second after it."""
         check = finite_check(tensor.dtype)
         checksum, finite, mirrored = 0, True, 0
         for piece in tensor.pieces():
             found, length = 0, 0
-            summed = self.summed or piece.checksum is not None
-            look = lambda part, before, summed=summed: (zlib.crc32(part, before) if summed else 0, check(part))
             for part in piece.parts:
-                if part.nbytes < SMALL:
-                    found, fine = look(part, found)
-                    yield part
-                else:
-                    looking = self._thread.submit(look, part, found)
-                    yield part
-                    found, fine = looking.result()
-                finite = finite and fine
+                if part.nbytes > self._memory[0].nbytes:
+                    self._memory = (np.empty(part.nbytes, np.uint8), np.empty(part.nbytes, np.uint8))
+                one, other = self._memory
+                copy, self._memory = one[: part.nbytes], (other, one)
+                np.copyto(copy, part)  # besides, the system is slow to write what is only mapped
+                if self.summed or piece.checksum is not None:
+                    found = zlib.crc32(copy, found)
+                finite = finite and check(copy)
+                yield copy
                 length += part.nbytes
-                self.advance(part.nbytes)
                 mirrored += part.nbytes
                 if mirrored > RELEASE_BYTES:
                     tensor.release()
                     mirrored = 0
-            if piece.checksum is not None and found != piece.checksum:
-                raise CheckpointError(
-                    f"{piece.where} is damaged ({name}): its checksum is {found:08x}, "
-                    f"and should be {piece.checksum:08x}."
-                )
+            piece.compare(found, name)
             checksum = crc32_combine(checksum, found, length) if self.summed else 0
         tensor.release()
         if self.summed:
@@ -88,6 +94,8 @@ def finite_check(dtype: np.dtype) -> Callable[[np.ndarray], bool]:
     limit = _FINITE.get(DTYPE_NAMES.get(dtype, ""))
     if limit is None:
         return lambda _: True
-    bits = np.dtype(f"u{dtype.itemsize}")
-    mask = bits.type(2 ** (8 * dtype.itemsize - 1) - 1)
-    return lambda part: not part.size or int((part.view(bits) & mask).max()) <= limit
+    positive, any_sign = np.dtype(f"i{dtype.itemsize}"), np.dtype(f"u{dtype.itemsize}")
+    sign = 1 << (8 * dtype.itemsize - 1)
+    return lambda part: (
+        not part.size or bool(part.view(positive).max() <= limit and part.view(any_sign).max() <= sign | limit)
+    )

@@ -299,7 +299,7 @@ class KimiLinear(eqx.Module):
         def apply(x: Array, layer: Any) -> tuple[Array, None]:
             return whole(layer)(x, positions=positions, segment_ids=segment_ids, **options), None
 
-        x, _ = self.layers.scan(apply, self.embed(tokens, axes), remat=keep_all_but_gathered() if axes.fsdp else False)
+        x, _ = self.layers.scan(apply, self.embed(tokens, axes), remat=keep_all_but_gathered if axes.fsdp else False)
         return self.norm(x)
 
     def embed(self, tokens: Int[Array, "batch seq"], axes: Axes = ONE_DEVICE) -> Float[Array, "batch seq hidden_size"]:

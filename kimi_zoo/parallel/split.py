@@ -4,10 +4,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-GATHERED = "gathered"  # what derivatives gather anew instead of keeping
+# what gives a gathered parameter, or only another view of one
+_GATHERED = ("all_gather", "convert_element_type", "transpose", "reshape", "squeeze", "slice", "split", "pvary")
 
 
 class Split(eqx.Module):
@@ -32,11 +32,11 @@ def whole(tree: Any) -> Any:
     def gather(leaf: Any) -> Any:
         if not isinstance(leaf, Split):
             return leaf
-        return checkpoint_name(jax.lax.all_gather(leaf.part, leaf.axis, axis=leaf.dim, tiled=True), GATHERED)
+        return jax.lax.all_gather(leaf.part, leaf.axis, axis=leaf.dim, tiled=True)
 
     return jax.tree.map(gather, tree, is_leaf=is_split)
 
 
-def keep_all_but_gathered() -> Any:
-    """A policy for `jax.checkpoint`: derivatives keep everything but gathered parameters."""
-    return jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+def keep_all_but_gathered(primitive: Any, *_avals: Any, **_parameters: Any) -> bool:
+    """A policy for `jax.checkpoint`: derivatives keep everything but gathered parameters, in whatever shape."""
+    return primitive.name not in _GATHERED

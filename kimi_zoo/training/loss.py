@@ -147,7 +147,7 @@ def _hidden_states_and_routing(
 
     zero = jnp.zeros((), jnp.float32)
     if axes.fsdp and remat is False:
-        remat = keep_all_but_gathered()
+        remat = keep_all_but_gathered
     carry = (model.embed(batch.tokens, axes), zero, zero, zero)
     (x, balance, layers, dropped), counts = model.layers.scan(apply, carry, remat=remat)
     return model.norm(x), balance / jnp.maximum(layers, 1.0), counts, dropped

@@ -1,5 +1,7 @@
 """What the tests of meshes share: a tiny model that every axis can split, packed batches, and the comparison."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -69,10 +71,9 @@ def runs(*lengths, padding=0):
     return np.concatenate([np.full(n, i + 1) for i, n in enumerate(lengths)] + [np.zeros(padding, int)])
 
 
-def loss_and_gradients(model, batch, mesh=None, **options):
-    """Mean loss, its parts, and its gradient for every parameter."""
+def compiled_loss_and_gradients(model, batch, mesh=None, **options):
+    """A program from model and batch to the loss, its parts, and its gradient for every parameter."""
 
-    @eqx.filter_jit
     def run(model, batch):
         def objective(model):
             sums = batch_sums(model, batch, mesh=mesh, **options)
@@ -81,19 +82,34 @@ def loss_and_gradients(model, batch, mesh=None, **options):
         (loss, sums), gradient = eqx.filter_value_and_grad(objective, has_aux=True)(model)
         return loss, sums, gradient
 
-    return run(model, batch)
+    return eqx.filter_jit(run).lower(model, batch).compile()
+
+
+def loss_and_gradients(model, batch, mesh=None, **options):
+    return compiled_loss_and_gradients(model, batch, mesh, **options)(model, batch)
+
+
+def collectives(program) -> dict[str, list[str]]:
+    """The collectives of a compiled program, and the shapes of what they give."""
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    found: dict[str, list[str]] = {}
+    for shape, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", program.compiled.as_text()):
+        found.setdefault(kind, []).append(shape)
+    return found
 
 
 def assert_same_on_mesh(model, batch, parallelism, expected=None, **options):
     loss, sums, gradient = expected or loss_and_gradients(model, batch)
     placed = place(model, parallelism, RULES)
-    got_loss, got_sums, got_gradient = loss_and_gradients(placed, batch, parallelism, **options)
+    program = compiled_loss_and_gradients(placed, batch, parallelism, **options)
+    got_loss, got_sums, got_gradient = program(placed, batch)
     assert_close(got_loss, loss, rtol=TOLERANCE, name="loss")
     assert_close(got_sums, sums, rtol=TOLERANCE, name="sums")
     for (path, want), got in zip(
         jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(got_gradient), strict=True
     ):
         assert_close(got, want, rtol=TOLERANCE, atol=1e-7, name=jax.tree_util.keystr(path))
+    return program
 
 
 def steps_of(model, batches, mesh=None, **options):

@@ -34,8 +34,9 @@ CONFIG = tiny(
     num_experts_per_token=3,
     moe_intermediate_size=16,
 )
-# forward and backward through four layers in float32; sums over devices are taken in another order
-TOLERANCE = 3e-5
+# forward and backward through three layers in float32, sums over devices taken in another order: up to 5e-5 was seen;
+# what is left out or counted twice changes a gradient by more than a hundredth
+TOLERANCE = 1e-4
 
 
 def packed_batch():

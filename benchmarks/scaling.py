@@ -1,0 +1,141 @@
+"""Memory and communication of a Kimi Linear 48B training step on TPU meshes, compiled ahead of time without a TPU.
+
+Run as `python benchmarks/scaling.py [--case v6e:16x16:fsdp=32,context=8:131072:1 ...]` with `libtpu` installed: topology,
+mesh, tokens in a row, rows per device group (data, fsdp and expert together). Prints, for one device: what parameters,
+gradients and optimizer hold, XLA's peak, and the bytes that each kind of collective moves in a step. A compiler's
+figures, not measurements.
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import re
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no TPU is asked for its name
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-4")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import optax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+
+import kimi_zoo as kz
+from kimi_zoo.models.kimi_linear_partition import RULES
+from kimi_zoo.parallel.axes import Parallelism, make_mesh
+from kimi_zoo.parallel.partition import shardings
+from kimi_zoo.training.packing import Batch
+from kimi_zoo.training.step import StepOptions, TrainState, state_shardings, train_step
+from kimi_zoo.training.trainable import BALANCING_BIAS, decays, place_of
+
+CASES = (
+    "v6e:16x16:fsdp=32,expert=8:8192:1",
+    "v6e:16x16:fsdp=4,expert=8,context=8:131072:1",
+    "v6e:16x16:expert=8,context=32:1048576:1",
+    "tpu7x:4x4x4:fsdp=16,expert=8:8192:1",
+    "tpu7x:4x4x4:fsdp=2,expert=8,context=8:131072:1",
+)
+ITEM = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def abstract_state(config, parallelism, optimizer):
+    """A training state and the frozen rest, as shapes that say how they are spread."""
+    model = eqx.filter_eval_shape(lambda: kz.KimiLinear(config, key=jr.key(0)))
+    is_bias = jax.tree_util.tree_map_with_path(lambda path, _: place_of(path)[2].endswith(BALANCING_BIAS), model)
+    score_biases, trainable = eqx.partition(model, is_bias)
+    with jax.numpy_dtype_promotion("standard"):
+        moments = jax.eval_shape(optimizer.init, trainable)
+    state = TrainState(trainable, moments, jax.ShapeDtypeStruct((), jnp.int32), score_biases)
+    spread = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    frozen = jax.tree.map(lambda _: None, model)
+    return jax.tree.map(spread, state, state_shardings(state, parallelism)), frozen
+
+
+def bytes_of(shapes: str) -> int:
+    """Bytes of an HLO type such as `f32[8,128]{1,0}` or a tuple of them."""
+    return sum(
+        ITEM.get(kind, 0) * math.prod(int(size) for size in dims.split(",") if size)
+        for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes)
+    )
+
+
+def traffic(text: str) -> dict[str, int]:
+    """Bytes of the results of each kind of collective in a run of the program: bodies of loops count as often as they
+    run."""
+    bodies: dict[str, list[str]] = {}
+    entry, name = "", ""
+    for line in text.splitlines():
+        if header := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
+            name = header[2]
+            bodies[name] = []
+            entry = name if header[1] else entry
+        elif name:
+            bodies[name].append(line)
+    totals = dict.fromkeys(KINDS, 0)
+
+    def visit(name: str, times: int) -> None:
+        for line in bodies.get(name, ()):
+            for kind in KINDS:
+                if found := re.search(rf"= (.*?) {kind}(-start)?\(", line):
+                    shapes = found[1]
+                    if found[2]:  # (operand, result) of an asynchronous one
+                        parts = re.findall(r"\w+\[[\d,]*\]", shapes)
+                        shapes = parts[len(parts) // 2] if len(parts) > 1 else shapes
+                    totals[kind] += times * bytes_of(shapes)
+            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            for key, callee in re.findall(r"(body|condition|calls|to_apply|branch_computations)=\{?%?([\w.\-]+)", line):
+                visit(callee, times * int(trips[1]) if trips and key == "body" else times)
+
+    visit(entry, 1)
+    return totals
+
+
+def measure(case: str, layers: int | None) -> None:
+    """Compiles a case and prints its line."""
+    kind, topology, sizes, seq, rows = case.split(":")
+    description = topologies.get_topology_desc(f"{kind}:{topology}", platform="tpu")
+    parallelism = Parallelism(make_mesh(sizes, description.devices))
+    config = kz.KIMI_LINEAR_48B_A3B
+    if layers:
+        config = dataclasses.replace(config, layer_kinds=config.layer_kinds[:layers], mlp_kinds=config.mlp_kinds[:layers])
+    optimizer = optax.adamw(1e-4, mask=decays)
+    state, frozen = abstract_state(config, parallelism, optimizer)
+    groups = math.prod(parallelism.size(role) for role in ("data", "fsdp", "expert"))
+    shape = (1, groups * int(rows), int(seq))
+    spec = parallelism.axes.token_spec()
+    sharding = NamedSharding(parallelism.mesh, type(spec)(None, *spec))
+    batch = Batch(*(jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for kind in ("int32", "int32", "float32", "int32")))
+    options = StepOptions(compute_dtype="bfloat16", remat=True, mesh=parallelism)
+
+    def step(batch, state):
+        return train_step((frozen, batch, optimizer, options), state)
+
+    started = time.perf_counter()
+    compiled = jax.jit(step, donate_argnums=1).lower(batch, state).compile()
+    seconds = time.perf_counter() - started
+    memory = compiled.memory_analysis()
+    held = memory.argument_size_in_bytes / 1e9
+    peak = memory.peak_memory_in_bytes / 1e9
+    moved = traffic(compiled.as_text())
+    print(f"{case}: held {held:.2f} GB, peak {peak:.2f} GB, compiled in {seconds:.0f} s; moved GB: ", end="")
+    print(", ".join(f"{kind} {count / 1e9:.2f}" for kind, count in moved.items() if count), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", help="topology:mesh:tokens:rows; several may be given")
+    parser.add_argument("--layers", type=int, help="of the first N layers only")
+    args = parser.parse_args()
+    for case in args.case or CASES:
+        measure(case, args.layers)
+
+
+if __name__ == "__main__":
+    main()

@@ -49,17 +49,18 @@ def compile_calls(function: Callable, shape: tuple[int, int, int], width: int, k
     weight = jnp.asarray(rng.standard_normal((shape[2], width)), jnp.float32)
     segment_ids = make_segments(kind, *shape[:2])
 
-    def differentiate(x, weight):
+    def differentiate(x, weight, segment_ids):
         return jax.vjp(lambda x, weight: function(x, weight, segment_ids), x, weight)
 
-    def both(x, weight, cotangent):
-        output, pullback = differentiate(x, weight)
+    def both(x, weight, segment_ids, cotangent):
+        output, pullback = differentiate(x, weight, segment_ids)
         return output, pullback(cotangent)
 
-    forward = jax.jit(lambda x, weight: function(x, weight, segment_ids)).lower(x, weight).compile()
-    both_passes = jax.jit(both).lower(x, weight, cotangent).compile()
-    kept = jax.tree.leaves(jax.eval_shape(differentiate, x, weight)[1])
-    calls = [(forward, (x, weight)), (both_passes, (x, weight, cotangent))]
+    inputs = (x, weight, segment_ids)
+    forward = jax.jit(function).lower(*inputs).compile()
+    both_passes = jax.jit(both).lower(*inputs, cotangent).compile()
+    kept = jax.tree.leaves(jax.eval_shape(differentiate, *inputs)[1])
+    calls = [(forward, inputs), (both_passes, (*inputs, cotangent))]
     return calls, sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
 
 

@@ -41,6 +41,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+_LEAST_LOG_DECAY = -1e30  # stands for -inf, which would turn to NaN in a sum with weight 0; exp is 0 for both
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
@@ -88,7 +90,7 @@ def chunk_forward(
     """
     size = tiling.chunk
     query, key, value, log_decay = _once((query, key, value, log_decay))
-    decays = _decays(log_decay)
+    decays = _decays(log_decay, tiling)
     read, overlap = _scores(query, key, decays, tiling)
     if segment is not None:
         segment = segment[:, None, :, None]
@@ -144,7 +146,7 @@ def chunk_backward(
     last_part = decays.to_end * d_to_end
     d_start = query * query_part + key * key_part
     d_whole = jnp.sum(whole * state * state_cotangent, axis=-1)  # of a sum over all of the chunk's tokens
-    d_log_decay = _decays_backward(Decays(d_middles, d_start, key * last_part)) + d_whole[..., None, :]
+    d_log_decay = _decays_backward(Decays(d_middles, d_start, key * last_part), tiling) + d_whole[..., None, :]
     return d_state, (d_query + query_part, d_key + key_part + last_part, d_value, d_log_decay, d_beta)
 
 
@@ -187,6 +189,23 @@ def _across(half: int, size: int) -> np.ndarray:
     return (i[:, None] // half == i[None] // half + 1) & (i[:, None] // half % 2 == 1)
 
 
+def _outward(half: int, size: int) -> np.ndarray:
+    """True at (i, m) when m lies between i and the middle of its `2 * half` tokens.
+
+    For a token of the later half that is from the middle up to itself, for one of the earlier half from behind itself
+    up to the middle.
+    """
+    i, m = np.arange(size)[:, None], np.arange(size)[None]
+    later = i // half % 2 == 1
+    return (i // half == m // half) & np.where(later, m <= i, m > i)
+
+
+def _summed(size: int) -> np.ndarray:
+    """The tokens whose log-decays are summed: to every middle, from the start (itself too), to the end (itself not)."""
+    up_to = np.tri(size, dtype=bool)
+    return np.stack([*(_outward(half, size) for half in _halvings(size)), up_to, ~up_to])
+
+
 def _blocks(x: Float[Array, "... chunk dim"], size: int) -> Float[Array, "... blocks size dim"]:
     return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
@@ -202,13 +221,22 @@ def _merge(earlier: Float[Array, "... pairs half dim"], later: Float[Array, "...
     return merged.reshape(*merged.shape[:-3], -1, merged.shape[-1])
 
 
-def _decays(log_decay: Float[Array, "batch heads chunk key_dim"]) -> Decays:
-    """Products of single decays within blocks of doubling size: from a block's start (the token's own included) and
-    behind the token to the block's end."""
-    from_start = jnp.exp(log_decay)
+def _decays(log_decay: Float[Array, "batch heads chunk key_dim"], tiling: Tiling) -> Decays:
+    """In one block, `exp` of sums by a matmul; in several, products within blocks of doubling size.
+
+    Accelerators are good at the one, CPUs at the other, which takes one `exp` per token and channel.
+    """
+    size = log_decay.shape[-2]
+    if tiling.block == size:
+        weights = jnp.asarray(_summed(size), log_decay.dtype)
+        log_decay = jnp.maximum(log_decay, _LEAST_LOG_DECAY)
+        sums = jnp.einsum("lij,...jk->...lik", weights, log_decay, precision=tiling.precision)
+        *middles, from_start, to_end = (sums[..., n, :, :] for n in range(len(weights)))
+        return jax.tree.map(jnp.exp, Decays(middles, from_start, to_end))
+    from_start = jnp.exp(log_decay)  # within blocks of one token
     to_end = jnp.ones_like(from_start)
     middles = []
-    for half in _halvings(log_decay.shape[-2]):
+    for half in _halvings(size):
         (early_start, late_start), (early_end, late_end) = _split(from_start, half), _split(to_end, half)
         middles.append(_merge(early_end, late_start))
         from_start = _merge(early_start, late_start * early_start[..., -1:, :])
@@ -216,16 +244,21 @@ def _decays(log_decay: Float[Array, "batch heads chunk key_dim"]) -> Decays:
     return _once(Decays(middles, from_start, to_end))
 
 
-def _decays_backward(d_decays: Decays) -> Float[Array, "batch heads chunk key_dim"]:
+def _decays_backward(d_decays: Decays, tiling: Tiling) -> Float[Array, "batch heads chunk key_dim"]:
     """Cotangent of the log-decays from those of the logs of all decays."""
     middles, from_start, to_end = d_decays
-    for half, middle in reversed(list(zip(_halvings(from_start.shape[-2]), middles, strict=True))):
+    size = from_start.shape[-2]
+    if tiling.block == size:
+        weights = jnp.asarray(_summed(size), from_start.dtype)
+        sums = jnp.stack([*middles, from_start, to_end], axis=-3)
+        return jnp.einsum("lij,...lik->...jk", weights, sums, precision=tiling.precision)
+    for half, middle in reversed(list(zip(_halvings(size), middles, strict=True))):
         (early_start, late_start), (early_end, late_end) = _split(from_start, half), _split(to_end, half)
         early, late = _split(middle, half)
-        early_whole, late_whole = (jnp.sum(x, axis=-2, keepdims=True) for x in (late_start, early_end))
+        of_early, of_late = (jnp.sum(x, axis=-2, keepdims=True) for x in (late_start, early_end))
         last = (np.arange(half) == half - 1)[:, None]
         from_start = _merge(
-            early_start + jnp.where(last, early_whole, 0.0), late_start + late + jnp.where(last, late_whole, 0.0)
+            early_start + jnp.where(last, of_early, 0.0), late_start + late + jnp.where(last, of_late, 0.0)
         )
         to_end = _merge(early_end + early, late_end)
     return from_start

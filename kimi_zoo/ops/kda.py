@@ -133,6 +133,7 @@ def kimi_delta_attention(
             segment_ids = check_segments(segment_ids, max_num_segments)
         else:
             segment_ids = check_row_segments(part, max_num_segments)
+    from_zero = initial_state is None
     if initial_state is None:  # an outer product of nothing, so that it is laid out over devices as they are
         nothing = [jnp.zeros_like(jnp.sum(x, axis=1), dtype) for x in (query, value)]
         initial_state = nothing[0][..., :, None] * nothing[1][..., None, :]
@@ -143,7 +144,7 @@ def kimi_delta_attention(
     if part is not None and max_num_segments is not None and kernel_crosses:
         output, states = kda_tokamax_over_ranks(inputs, part, activation, max_num_segments), None
     elif axis is not None:
-        output, states = kda_over_ranks(run, inputs, part, axis)
+        output, states = kda_over_ranks(run, inputs, part, axis, from_zero=from_zero)
     else:
         output, states = run(inputs)
         if context_axis is not None:

@@ -141,8 +141,8 @@ def kimi_delta_attention(
     tokens = Tokens(query, key, value, gate, beta)
     inputs = vary_alike(Inputs(tokens, states, a_log, dt_bias, segment_ids))
     run = lambda inputs: _run(implementation, inputs, activation, chunk_size)
-    if part is not None and max_num_segments is not None and kernel_crosses:
-        output, states = kda_tokamax_over_ranks(inputs, part, activation, max_num_segments), None
+    if axis is not None and part is not None and max_num_segments is not None and kernel_crosses:
+        output, states = kda_tokamax_over_ranks(inputs, part, activation, max_num_segments, axis), None
     elif axis is not None:
         output, states = kda_over_ranks(run, inputs, part, axis, from_zero=from_zero)
     else:

@@ -112,7 +112,7 @@ def tokamax_crosses_ranks(
 
 
 def kda_tokamax_over_ranks(
-    inputs: Inputs, part: RowPart, activation: Activation, max_num_segments: int
+    inputs: Inputs, part: RowPart, activation: Activation, max_num_segments: int, axis: str
 ) -> Float[Array, "batch seq heads value_dim"]:
     """Output of every token by tokamax's own context-parallel kernel, inside `jax.shard_map`.
 
@@ -121,6 +121,7 @@ def kda_tokamax_over_ranks(
     """
     from tokamax._src.ops import kda  # public nowhere else; takes seconds to import: only when it is used
 
+    mesh: Any = jax.sharding.get_abstract_mesh()  # the size and the name of the axis are all it is asked for
     inputs = _activate(inputs, part.documents > 0, activation)
     alignment = align_segments(part.documents, 1, part.documents.shape[1])
     documents = alignment.gather(part.documents)
@@ -132,7 +133,7 @@ def kda_tokamax_over_ranks(
         use_qk_l2norm=activation.use_qk_l2norm,
         segment_ids=documents.at[:, 0].set(filled),
         max_num_segments=max_num_segments,
-        context_parallel_metadata=kda.ContextParallelMetadata(jax.sharding.get_abstract_mesh(), part.axes),
+        context_parallel_metadata=kda.ContextParallelMetadata(mesh, axis),
     )
     return alignment.restore(jnp.moveaxis(output, 0, 2))
 

@@ -114,9 +114,9 @@ def test_mla(axes, options):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_attention_in_blocks(packed):
-    """Several blocks on each rank, the last one not full; NaN at padding."""
+    """Several blocks on each rank, the last one not full; NaN at padding; parts of even and of odd length."""
     rng = np.random.default_rng(0)
-    batch, seq, heads, rank, rope_dim = 5, 32, 3, 6, 2
+    batch, seq, heads, rank, rope_dim = 5, 32 if packed else 20, 3, 6, 2
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     inputs = (
         normal(batch, seq, heads, 7),

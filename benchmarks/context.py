@@ -85,7 +85,7 @@ def lower_layer(layer, axes: dict[str, int], names: dict, tokens: int, packed: b
 
 
 def time_operator() -> None:
-    batch, seq, heads = 1, 2048, 8
+    batch, seq, heads, programs = 1, 2048, 8, {}
     normal = lambda key, *shape: jax.random.normal(jax.random.key(key), shape)
     for width in (DIM, 2 * DIM):
         inputs = dict(query=normal(0, batch, seq, heads, DIM), key=normal(1, batch, seq, heads, DIM))
@@ -93,14 +93,16 @@ def time_operator() -> None:
         inputs |= dict(beta=jax.nn.sigmoid(normal(4, batch, seq, heads)))
         attend = functools.partial(kz.ops.kimi_delta_attention, use_qk_l2norm=True, implementation="chunked")
         forward = jax.jit(lambda inputs, attend=attend: attend(**inputs)[0].sum())
-        for name, function in (("forward", forward), ("gradient", jax.jit(jax.grad(forward)))):
+        programs["forward", width] = (forward, inputs)
+        programs["gradient", width] = (jax.jit(jax.grad(forward)), inputs)
+    times = {name: [] for name in programs}
+    for _ in range(12):  # in turns; the first round compiles
+        for name, (function, inputs) in programs.items():
+            start = time.perf_counter()
             jax.block_until_ready(function(inputs))
-            times = []
-            for _ in range(7):
-                start = time.perf_counter()
-                jax.block_until_ready(function(inputs))
-                times.append(time.perf_counter() - start)
-            print(f"value_dim {width}: {name} {1e3 * min(times):.1f} ms", flush=True)
+            times[name].append(time.perf_counter() - start)
+    for (name, width), all_times in times.items():
+        print(f"{name}, value_dim {width}: {1e3 * min(all_times):.1f} ms, median {1e3 * np.median(all_times):.1f} ms")
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Kimi Delta Attention: the layer, its gates and convolutions, and its decoding cache."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast
 
 import equinox as eqx
@@ -16,7 +17,7 @@ from kimi_zoo.layers.linear import Linear
 from kimi_zoo.layers.norm import RMSNorm
 from kimi_zoo.ops import kda_step, kimi_delta_attention
 from kimi_zoo.ops.context import axis_size, join_heads, split_heads
-from kimi_zoo.ops.short_conv import short_convolution
+from kimi_zoo.ops.short_conv import context_windows, short_convolution
 
 GateRank = Literal["direct", "low_rank"]
 
@@ -48,12 +49,9 @@ class ShortConvolution(eqx.Module):
         window: Float[Array, "batch tail channels"] | None = None,
         *,
         segment_ids: Int[Array, "batch seq"] | None = None,
-        context_axis: str | None = None,
     ) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch tail channels"]]:
         """**Returns:** the output, and the window of raw inputs to hand to the call on the tokens that follow."""
-        return short_convolution(
-            x, self.weight, self.bias, window=window, segment_ids=segment_ids, context_axis=context_axis
-        )
+        return short_convolution(x, self.weight, self.bias, window=window, segment_ids=segment_ids)
 
 
 class LowRank(eqx.Module):
@@ -236,7 +234,11 @@ class KimiDeltaAttention(eqx.Module):
             inputs = _Projected(*split_heads(inputs, head_axis))
             if segment_ids is not None:
                 segment_ids = jax.lax.all_gather(segment_ids, head_axis, axis=1, tiled=True)
-        (query, key, value), _ = layer._convolve(inputs, (None, None, None), segment_ids, context_axis)
+        windows = (None, None, None)
+        if context_axis is not None and layer.query_conv is not None:
+            width, flat = layer.query_conv.weight.shape[1], [jax.lax.collapse(x, 2) for x in inputs[:3]]
+            windows, _ = context_windows(flat, width, segment_ids=segment_ids, context_axis=context_axis)
+        (query, key, value), _ = layer._convolve(inputs, windows, segment_ids)
         output, _ = kimi_delta_attention(
             query,
             key,
@@ -316,19 +318,14 @@ class KimiDeltaAttention(eqx.Module):
         return _Projected(*(self._heads(projection(x)) for projection in projections))
 
     def _convolve(
-        self,
-        inputs: "_Projected",
-        windows: tuple[Array | None, ...],
-        segment_ids: Array | None,
-        context_axis: str | None = None,
+        self, inputs: "_Projected", windows: Sequence[Array | None], segment_ids: Array | None
     ) -> tuple[list[Array], tuple]:
         """Query, key and value behind the convolutions, and the convolutions' next windows."""
         mixed, next_windows = [], []
         convolutions = (self.query_conv, self.key_conv, self.value_conv)
         for x, convolution, window in zip(inputs[:3], convolutions, windows, strict=True):
             if convolution is not None:
-                flat = jax.lax.collapse(x, 2)
-                flat, window = convolution(flat, window, segment_ids=segment_ids, context_axis=context_axis)
+                flat, window = convolution(jax.lax.collapse(x, 2), window, segment_ids=segment_ids)
                 x = flat.reshape(x.shape)
             mixed.append(x)
             next_windows.append(window)

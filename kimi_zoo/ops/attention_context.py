@@ -5,6 +5,10 @@ with its own queries. Keys and values are expanded from the latents of one block
 merged from block to block, and blocks that no query here may see are skipped. The derivative keeps the output and the
 log of the softmax sums, gathers again and computes everything else again, so that what is kept is of the size of this
 rank's part, and the latents' gradients go back to their ranks in one reduce-scatter.
+
+Later queries see more keys: with n ranks the last one would have 2 - 1/n times the mean of the work. So ranks r and
+n - 1 - r first trade the later halves of their queries: of the 2n halves of a row each has the ones numbered 2r and
+2n - 1 - 2r, which together are the same work everywhere. Parts of odd length stay where they are.
 """
 
 import dataclasses
@@ -59,10 +63,24 @@ def context_attention(
         real = (documents > 0)[..., None]
         latent, key_rope = (jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (latent, key_rope))
         query = jnp.where(real[..., None], query, jnp.zeros((), query.dtype))
-    operands = vary_alike(_Operands(query, jnp.concatenate([latent, key_rope], axis=-1), kv_up.astype(latent.dtype)))
+    operands = _Operands(query, jnp.concatenate([latent, key_rope], axis=-1), kv_up.astype(latent.dtype))
+    operands, documents = vary_alike((operands, documents))
     axes = (context_axis,) if isinstance(context_axis, str) else context_axis
-    static = _Static(scale, axes, min(block_size, query.shape[1]), latent.shape[-1], own_dim)
-    return _attend(operands, vary_alike((operands.query, documents))[1], static)
+    pieces = 2 if query.shape[1] % 2 == 0 else 1
+    block = min(block_size, query.shape[1] // pieces)
+    static = _Static(scale, axes, pieces, block, latent.shape[-1], own_dim)
+    if pieces == 1:
+        return _attend(operands, documents, static)
+    operands = operands._replace(query=_trade_halves(operands.query, axes))
+    return _trade_halves(_attend(operands, documents, static), axes)
+
+
+def _trade_halves(x: Array, axes: tuple[str, ...]) -> Array:
+    """The later halves of rows go to the rank as far from the last one as this is from the first, and back."""
+    last = jax.lax.axis_size(axes) - 1
+    first, second = jnp.split(x, 2, axis=1)
+    second = jax.lax.ppermute(second, axes, [(rank, last - rank) for rank in range(last + 1)])
+    return jnp.concatenate([first, second], axis=1)
 
 
 class _Operands(NamedTuple):
@@ -75,6 +93,7 @@ class _Operands(NamedTuple):
 class _Static:
     scale: float
     axes: tuple[str, ...]
+    pieces: int  # in which the queries here follow one another
     block: int
     rank: int  # of the latent
     own_dim: int  # channels of a head's key that are its own
@@ -141,7 +160,7 @@ def _attend_forward(operands: _Operands, documents: Array, static: _Static):
     sums, _ = jax.lax.scan(over_keys, sums, keys)
     total = jnp.where(sums.total > 0, sums.total, 1.0)
     output = sums.output / jnp.swapaxes(total, -1, -2)[..., None]
-    output = _join_blocks(output, operands.query.shape[1]).astype(operands.cached.dtype)
+    output = _join_queries(output, operands.query.shape[1], static).astype(operands.cached.dtype)
     return output, (operands, documents, output, sums.peak + jnp.log(total))
 
 
@@ -149,7 +168,7 @@ def _attend_backward(static: _Static, residuals: tuple, d_output: Array):
     operands, documents, output, log_total = residuals
     queries, keys = _blocked(operands, documents, static)
     mean = jnp.sum(d_output.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
-    kept = _Kept(_split_blocks(d_output, static.block), _split_blocks(mean, static.block), log_total)
+    kept = _Kept(_split_queries(d_output, static), _split_queries(mean, static), log_total)
 
     def with_block(sums: tuple[Array, ...], keys: _Keys):
         d_query, d_kv_up = sums
@@ -181,7 +200,7 @@ def _attend_backward(static: _Static, residuals: tuple, d_output: Array):
     whole = operands.cached.shape[1] * jax.lax.axis_size(static.axes)
     d_cached = _join_blocks(d_cached, whole).astype(jnp.float32)
     d_cached = jax.lax.psum_scatter(d_cached, static.axes, scatter_dimension=1, tiled=True)
-    d_operands = _Operands(_join_blocks(d_query, operands.query.shape[1]), d_cached, d_kv_up)
+    d_operands = _Operands(_join_queries(d_query, operands.query.shape[1], static), d_cached, d_kv_up)
     return jax.tree.map(lambda x, like: x.astype(like.dtype), d_operands, operands), None
 
 
@@ -190,14 +209,27 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 def _blocked(operands: _Operands, documents: Array, static: _Static) -> tuple[_Queries, _Keys]:
     """This rank's queries and the keys of the whole rows, cut into blocks."""
+    ranks, rank = jax.lax.axis_size(static.axes), jax.lax.axis_index(static.axes)
     seq = operands.query.shape[1]
-    starts = lambda length: jnp.arange(0, length, static.block, dtype=jnp.int32)
-    own = jax.lax.axis_index(static.axes) * seq + starts(seq)
+    length = seq // static.pieces
+    pieces = [rank * seq, (2 * ranks - 1 - 2 * rank) * length][: static.pieces]
     gather = lambda x: jax.lax.all_gather(x, static.axes, axis=1, tiled=True)
-    keys = (gather(documents), gather(operands.cached))
-    cut = lambda tree: (_split_blocks(x, static.block) for x in tree)
-    queries = _Queries(own, *cut((documents, operands.query)))
-    return queries, _Keys(starts(keys[0].shape[1]), *cut(keys))
+    documents, cached = gather(documents), gather(operands.cached)
+    own = jnp.concatenate([jax.lax.dynamic_slice_in_dim(documents, x, length, axis=1) for x in pieces], axis=1)
+    starts = lambda length: jnp.arange(0, length, static.block, dtype=jnp.int32)
+    places = jnp.concatenate([x + starts(length) for x in pieces])
+    keys = (_split_blocks(x, static.block) for x in (documents, cached))
+    queries = (_split_queries(x, static) for x in (own, operands.query))
+    return _Queries(places, *queries), _Keys(starts(documents.shape[1]), *keys)
+
+
+def _split_queries(x: Shaped[Array, "batch seq ..."], static: _Static) -> Array:
+    return jnp.concatenate([_split_blocks(piece, static.block) for piece in jnp.split(x, static.pieces, axis=1)])
+
+
+def _join_queries(x: Shaped[Array, "blocks batch block ..."], seq: int, static: _Static) -> Array:
+    pieces = jnp.split(x, static.pieces)
+    return jnp.concatenate([_join_blocks(piece, seq // static.pieces) for piece in pieces], axis=1)
 
 
 def _split_blocks(x: Shaped[Array, "batch seq ..."], size: int) -> Array:

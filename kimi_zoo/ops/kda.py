@@ -12,9 +12,16 @@ from kimi_zoo.ops.kda_chunked import kda_chunked
 from kimi_zoo.ops.kda_context import kda_over_ranks
 from kimi_zoo.ops.kda_gates import Activation, Inputs, Tokens, accumulation_dtype, activate_tokens, check_gate
 from kimi_zoo.ops.kda_recurrent import delta_step, kda_recurrent
-from kimi_zoo.ops.kda_tokamax import TOKAMAX_CHUNK, TOKAMAX_NAMES, check_tokamax, kda_tokamax
+from kimi_zoo.ops.kda_tokamax import (
+    TOKAMAX_CHUNK,
+    TOKAMAX_NAMES,
+    check_tokamax,
+    kda_tokamax,
+    kda_tokamax_over_ranks,
+    tokamax_crosses_ranks,
+)
 from kimi_zoo.ops.packing import check_segments
-from kimi_zoo.ops.varying import vary_alike
+from kimi_zoo.ops.varying import vary_alike, varying_axes
 
 IMPLEMENTATIONS = ("recurrent", "chunked", *TOKAMAX_NAMES)
 SMALL_STATE = (
@@ -101,6 +108,7 @@ def kimi_delta_attention(
             lower_bound=lower_bound,
             segment_ids=segment_ids,
             max_num_segments=max_num_segments,
+            varies=bool(varying_axes(query)),
         )
     _check_implementation(implementation, chunk_size)
 
@@ -109,6 +117,13 @@ def kimi_delta_attention(
     activation = Activation(key_dim**-0.5 if scale is None else scale, lower_bound, use_qk_l2norm)
     if max_num_segments is not None and segment_ids is None:
         segment_ids = jnp.ones((batch, seq), jnp.int32)
+    kernel_crosses = tokamax_crosses_ranks(
+        implementation,
+        key_dim,
+        value.shape[-1],
+        states=initial_state is not None or output_final_state,
+        max_num_segments=max_num_segments,
+    )
     axis, part = None, None
     if context_axis is not None and axis_size(context_axis, "context_axis") > 1 and seq:
         axis = context_axis
@@ -118,6 +133,7 @@ def kimi_delta_attention(
             segment_ids = check_segments(segment_ids, max_num_segments)
         else:
             segment_ids = check_row_segments(part, max_num_segments)
+    from_zero = initial_state is None
     if initial_state is None:  # an outer product of nothing, so that it is laid out over devices as they are
         nothing = [jnp.zeros_like(jnp.sum(x, axis=1), dtype) for x in (query, value)]
         initial_state = nothing[0][..., :, None] * nothing[1][..., None, :]
@@ -125,8 +141,10 @@ def kimi_delta_attention(
     tokens = Tokens(query, key, value, gate, beta)
     inputs = vary_alike(Inputs(tokens, states, a_log, dt_bias, segment_ids))
     run = lambda inputs: _run(implementation, inputs, activation, chunk_size)
-    if axis is not None:
-        output, states = kda_over_ranks(run, inputs, part, axis)
+    if axis is not None and part is not None and max_num_segments is not None and kernel_crosses:
+        output, states = kda_tokamax_over_ranks(inputs, part, activation, max_num_segments, axis), None
+    elif axis is not None:
+        output, states = kda_over_ranks(run, inputs, part, axis, from_zero=from_zero)
     else:
         output, states = run(inputs)
         if context_axis is not None:

@@ -38,7 +38,7 @@ class Transition(NamedTuple):
 
 
 def kda_over_ranks(
-    run: Callable[[Inputs], tuple[Array, Array]], inputs: Inputs, part: RowPart | None, axis: str
+    run: Callable[[Inputs], tuple[Array, Array]], inputs: Inputs, part: RowPart | None, axis: str, *, from_zero: bool
 ) -> tuple[Float[Array, "batch seq heads value_dim"], Float[Array, "batch *segments heads key_dim value_dim"]]:
     """Output of this rank's tokens, and the final states of the whole rows.
 
@@ -47,6 +47,7 @@ def kda_over_ranks(
     - `run`: the operator on one device: output and final states.
     - `inputs`: this rank's tokens; states are those before the whole rows, one per row or per segment id.
     - `part`: where the tokens stand in packed rows; given with segment ids.
+    - `from_zero`: whether the states before the rows are zero, which saves sending one matrix.
     """
     if inputs.states.ndim == 5 and part is not None:
         return _per_segment(run, inputs, part, axis)
@@ -55,7 +56,8 @@ def kda_over_ranks(
     output, read, own = _run_both(run, inputs, start)
     if part is not None:
         own = own._replace(matrix=_where(part.breaks, jnp.zeros_like(own.matrix), own.matrix))
-    before = _scan(own, start, axis)(states)
+    left = _scan(own, start, axis)
+    before = left.update if from_zero else left(states)
     reaches = before if part is None else _where(part.breaks, jnp.zeros_like(before), before)
     return _add_read(output, read, reaches), from_last(own(before), axis)
 

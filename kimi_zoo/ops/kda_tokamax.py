@@ -1,12 +1,14 @@
 """Kimi Delta Attention through tokamax's public operator: layouts, packing and constraints."""
 
 import logging
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from kimi_zoo.ops.kda_gates import Activation, Inputs, Tokens
+from kimi_zoo.ops.context import RowPart
+from kimi_zoo.ops.kda_gates import Activation, Inputs, Tokens, kda_gate
 from kimi_zoo.ops.packing import align_segments, segment_starts
 
 TOKAMAX_CHUNK = 64
@@ -27,12 +29,18 @@ def check_tokamax(
     lower_bound: float | None,
     segment_ids: Array | None,
     max_num_segments: int | None,
+    varies: bool,
 ) -> None:
-    """Raises `ValueError` when tokamax's implementation does not take these inputs. Needs no tokamax."""
+    """Raises `ValueError` when tokamax's implementation does not take these inputs. Needs no tokamax.
+
+    `varies`: whether the inputs are typed as varying over mesh axes, which `jax.shard_map` does when it checks.
+    """
 
     def refuse(reason: str) -> None:
         raise ValueError(f'`implementation="{implementation}"` {reason} Use "chunked", which takes any input.')
 
+    if varies:
+        refuse("does not say how its loops vary over a mesh: inside `jax.shard_map` it needs `check_vma=False`.")
     if segment_ids is not None and max_num_segments is None:
         refuse("needs `max_num_segments` when `segment_ids` are given: tokamax keeps one state per segment.")
     if seq == 0:
@@ -63,6 +71,9 @@ def kda_tokamax(
     tokens, initial_state, a_log, dt_bias, segment_ids = inputs
     alignment, slots, run_states = None, None, initial_state
     if segment_ids is not None:
+        if implementation == "tokamax_mosaic":
+            inputs = _activate(inputs, segment_ids > 0, activation)
+            tokens, _, a_log, dt_bias, _ = inputs
         alignment = align_segments(segment_ids, 1, initial_state.shape[1])
         tokens = Tokens(*map(alignment.gather, tokens))
         slots = _number_runs(segment_ids, initial_state.shape[1])
@@ -89,6 +100,55 @@ def kda_tokamax(
     return output, state
 
 
+def tokamax_crosses_ranks(
+    implementation: str | None, key_dim: int, value_dim: int, *, states: bool, max_num_segments: int | None
+) -> bool:
+    """Whether tokamax's kernel can itself combine ranks; otherwise it runs on each, and this package combines them.
+
+    `states`: whether initial or final states are asked for.
+    """
+    wide = key_dim % 128 == 0 and value_dim % 128 == 0
+    return implementation == "tokamax_mosaic" and wide and not states and max_num_segments is not None
+
+
+def kda_tokamax_over_ranks(
+    inputs: Inputs, part: RowPart, activation: Activation, max_num_segments: int, axis: str
+) -> Float[Array, "batch seq heads value_dim"]:
+    """Output of every token by tokamax's own context-parallel kernel, inside `jax.shard_map`.
+
+    It takes a document to go on where neighbours' last and first ids agree, so a rank that holds padding only is given
+    a token of the document before it, whose inputs are all 0: it changes nothing.
+    """
+    from tokamax._src.ops import kda  # public nowhere else; takes seconds to import: only when it is used
+
+    mesh: Any = jax.sharding.get_abstract_mesh()  # the size and the name of the axis are all it is asked for
+    inputs = _activate(inputs, part.documents > 0, activation)
+    alignment = align_segments(part.documents, 1, part.documents.shape[1])
+    documents = alignment.gather(part.documents)
+    filled = jnp.where(part.first > 0, documents[:, 0], part.before)
+    output, _ = _call_tokamax(
+        "tokamax_mosaic",
+        *(jnp.moveaxis(alignment.gather(x), 2, 0) for x in inputs.tokens),
+        scale=activation.scale,
+        use_qk_l2norm=activation.use_qk_l2norm,
+        segment_ids=documents.at[:, 0].set(filled),
+        max_num_segments=max_num_segments,
+        context_parallel_metadata=kda.ContextParallelMetadata(mesh, axis),
+    )
+    return alignment.restore(jnp.moveaxis(output, 0, 2))
+
+
+def _activate(inputs: Inputs, real: Bool[Array, "batch seq"], activation: Activation) -> Inputs:
+    """With log-decays: the kernel's own activation takes places between segments, never written, into `a_log`'s
+    gradient."""
+    tokens, _, a_log, dt_bias, _ = inputs
+    if a_log is None:
+        return inputs
+    gate = jnp.where(real[..., None, None], tokens.gate, jnp.zeros((), tokens.gate.dtype))
+    gate = kda_gate(gate, a_log, dt_bias, activation.lower_bound)
+    return inputs._replace(tokens=tokens._replace(gate=gate), a_log=None, dt_bias=None)
+
+
 class _Runs(NamedTuple):
     """tokamax numbers the segments of a row in order, we by their ids: the way between the two numberings."""
 
@@ -111,7 +171,8 @@ def _take_states(states: Array, number: Int[Array, "batch segments"]) -> Array:
     return jnp.take_along_axis(states, index, axis=1)
 
 
-def _call_tokamax(implementation: str, *args: Array, **kwargs) -> tuple[Array, Array]:
+def _call_tokamax(implementation: str, *args: Array, **kwargs) -> tuple[Array, Any]:
+    """Output, and the final states if asked for."""
     from tokamax.ops import kimi_delta_attention  # takes seconds to import: only when it is used
 
     _silence_cache_misses()
@@ -120,7 +181,7 @@ def _call_tokamax(implementation: str, *args: Array, **kwargs) -> tuple[Array, A
     except NotImplementedError as error:
         message = f'`implementation="{implementation}"` cannot run here: {error}'
         raise ValueError(message) from error
-    return output, cast(Array, states)  # asked for
+    return output, states
 
 
 def _without_cache_misses(record: logging.LogRecord) -> bool:

@@ -140,8 +140,9 @@ def refuse_segments(
         "with `max_num_segments`, the tokens of a segment must stand together, but an id in `segment_ids` comes back"
     )
     if isinstance(most, Tracer):
-        segment_ids = _error_if(segment_ids, most > max_num_segments, above)
-        return _error_if(segment_ids, apart, returns)
+        too_large = _on_any_device(most > max_num_segments)
+        segment_ids = _error_if(segment_ids, too_large, above)
+        return _error_if(segment_ids, _on_any_device(apart) & ~too_large, returns)
     if most > max_num_segments:
         raise ValueError(f"{above}: {int(most)}. Ids count from 1; give as many segments as the largest id.")
     if apart:
@@ -149,11 +150,13 @@ def refuse_segments(
     return segment_ids
 
 
-def _error_if(x: Array, wrong: Bool[Array, ""], message: str) -> Array:
-    """`equinox.error_if`, which needs a condition that is the same on all devices inside `jax.shard_map`."""
+def _on_any_device(wrong: Bool[Array, ""]) -> Bool[Array, ""]:
+    """Inside `jax.shard_map`, whether it is so anywhere: `equinox.error_if` needs to see the same on all devices."""
     axes = tuple(varying_axes(wrong))
-    if axes:
-        wrong = jax.lax.pmax(wrong.astype(jnp.int32), axes) > 0
+    return jax.lax.pmax(wrong.astype(jnp.int32), axes) > 0 if axes else wrong
+
+
+def _error_if(x: Array, wrong: Bool[Array, ""], message: str) -> Array:
     return x + eqx.error_if(jnp.zeros((), x.dtype), wrong, message)
 
 

@@ -1,10 +1,12 @@
 """Short causal depthwise convolution with packed segments, padding and a decoding window."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kimi_zoo.ops.context import axis_size, exclusive_scan, from_last, from_left, row_part
@@ -56,8 +58,9 @@ def short_convolution(
         raise ValueError(f"`window` holds the width - 1 inputs before `x`: expected {expected}, got {window.shape}.")
     row_window = None
     if context_axis is not None:
-        axis_size(context_axis, "context_axis")
-        window, row_window = _windows_of_parts(x, window, width, segment_ids, context_axis)
+        (window,), (row_window,) = context_windows(
+            [x], width, windows=[window], segment_ids=segment_ids, context_axis=context_axis
+        )
     x, weight, bias, window, segment_ids = vary_alike((x, weight, bias, window, segment_ids))
     if segment_ids is not None and seq > 0:
         y, next_window = _convolve_documents(x, weight, bias, window, segment_ids, activation)
@@ -190,31 +193,51 @@ def _has_gap(real: Bool[Array, "batch seq"], continued: bool) -> Bool[Array, ""]
     return jnp.any(real & seen & ~before[:, :-1])
 
 
-def _windows_of_parts(
-    x: Array, window: Array | None, width: int, segment_ids: Array | None, axis: str
-) -> tuple[Array, Array]:
-    """The window before this rank's part of the rows, and the one behind the whole rows.
+def context_windows(
+    inputs: Sequence[Float[Array, "batch seq _"]],
+    width: int,
+    *,
+    windows: Sequence[Float[Array, "batch tail _"] | None] | None = None,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    context_axis: str,
+) -> tuple[list[Float[Array, "batch tail _"]], list[Float[Array, "batch tail _"]]]:
+    """For several convolutions of one width over split rows, in one exchange: the windows before this rank's part of
+    the rows, and those behind the whole rows.
 
-    A rank may hold fewer tokens than the window, or padding only, so what is combined over ranks is the last
+    A rank may hold fewer tokens than a window, or padding only, so what is combined over ranks is the last
     `width - 1` real tokens, each with the number of its document.
+
+    **Arguments:** `windows`: those before the whole rows, zero by default; the others as in `short_convolution`.
     """
-    batch, seq, channels = x.shape
+    axis_size(context_axis, "context_axis")
+    batch, seq, _ = inputs[0].shape
     tail = width - 1
-    if window is None:
-        window = jnp.zeros((batch, tail, channels), x.dtype)
-    window = window.astype(x.dtype)
+    windows = [None] * len(inputs) if windows is None else windows
+    zeros = [jnp.zeros((batch, tail, x.shape[-1]), x.dtype) for x in inputs]
+    before_row = _join_channels([z if w is None else w.astype(z.dtype) for w, z in zip(windows, zeros, strict=True)])
+    split = functools.partial(_split_channels, sizes=[x.shape[-1] for x in inputs])
     if segment_ids is None and seq >= tail:  # one exchange with the neighbour
-        own = x[:, seq - tail :]
-        before = jnp.where(jax.lax.axis_index(axis) > 0, from_left(own, axis), window)
-        return before, from_last(own, axis)
+        own = _join_channels([x[:, seq - tail :] for x in inputs])
+        before = jnp.where(jax.lax.axis_index(context_axis) > 0, from_left(own, context_axis), before_row)
+        return split(before), split(from_last(own, context_axis))
     segment_ids = jnp.ones((batch, seq), jnp.int32) if segment_ids is None else segment_ids
-    part = row_part(segment_ids, axis)
-    row_start = _Tail(jnp.ones((batch, tail), part.documents.dtype), window)  # belongs to the row's first document
+    part = row_part(segment_ids, context_axis)
+    row_start = _Tail(jnp.ones((batch, tail), part.documents.dtype), before_row)  # belongs to the row's first document
     nothing = jax.tree.map(jnp.zeros_like, row_start)
-    own = _last_real(_Tail(part.documents, x), tail)
-    before = _join(row_start, exclusive_scan(_join, own, nothing, axis))
-    row_end = from_last(_join(before, own), axis)
-    return before.of_document(part.first), row_end.of_document(row_end.documents[:, -1] if tail else part.first)
+    tails = [_last_real(_Tail(part.documents, x), tail) for x in inputs]
+    own = _Tail(tails[0].documents, _join_channels([x.tokens for x in tails]))
+    before = _join(row_start, exclusive_scan(_join, own, nothing, context_axis))
+    row_end = from_last(_join(before, own), context_axis)
+    last = row_end.documents[:, -1] if tail else part.first
+    return split(before.of_document(part.first)), split(row_end.of_document(last))
+
+
+def _join_channels(arrays: Sequence[Array]) -> Array:
+    return jnp.concatenate(arrays, axis=-1)
+
+
+def _split_channels(x: Array, sizes: Sequence[int]) -> list[Array]:
+    return jnp.split(x, np.cumsum(sizes)[:-1].tolist(), axis=-1)
 
 
 class _Tail(NamedTuple):

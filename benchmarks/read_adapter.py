@@ -3,9 +3,9 @@
 `python benchmarks/read_adapter.py --write FOLDER`, in kimi-zoo's own environment, writes into FOLDER adapters of the
 bundled model with random deltas (on the default targets, on all of them, on one matrix of the experts) and the logits
 of the merged models. `python benchmarks/read_adapter.py FOLDER`, with a Python that has torch, transformers and peft,
-prints for each the largest difference of logits relative to the largest logit, and how much the deltas matter; then PEFT
-writes an adapter of its own, with random deltas on the projections, and its logits. `--back FOLDER`, in kimi-zoo's
-environment again, reads that.
+prints for each the largest difference of logits relative to the largest logit, and how much the deltas matter; then
+PEFT writes an adapter of its own, with random deltas on the projections, and its logits. `--back FOLDER`, in
+kimi-zoo's environment again, reads that.
 """
 
 import json
@@ -16,6 +16,11 @@ import numpy as np
 
 TOKENS = np.arange(3, 203).reshape(2, 100) * 7 % 4000 + 8
 NAME = "kimi-linear-stdlib-5m"
+
+
+def relative(found, expected):
+    """The largest difference over the largest logit."""
+    return np.abs(found - expected).max() / np.abs(expected).max()
 
 
 def write(folder):
@@ -55,8 +60,8 @@ def read(folder):
         model = base()
         without = logits(model)
         found, expected = logits(peft.PeftModel.from_pretrained(model, folder / name)), np.load(folder / f"{name}.npy")
-        relative = lambda other: np.abs(other - expected).max() / np.abs(expected).max()
-        print(f"{name}: {relative(found):.1e} from ours; {relative(without):.1e} without the adapter")
+        far, apart = relative(found, expected), relative(without, expected)
+        print(f"{name}: {far:.1e} from ours; {apart:.1e} without the adapter")
     targets = ["q_proj", "o_proj", "kv_b_proj", "f_a_proj", "up_proj"]
     model = peft.get_peft_model(base(), peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets)).eval()
     for name, parameter in model.named_parameters():
@@ -74,8 +79,7 @@ def back(folder):
 
     config = json.loads((folder / "theirs" / "adapter_config.json").read_text())
     model = load_adapter(kz.from_pretrained(folder / "base", dtype="float32"), folder / "theirs")
-    expected, found = np.load(folder / "theirs.npy"), np.asarray(model(jnp.asarray(TOKENS)))
-    difference = np.abs(found - expected).max() / np.abs(expected).max()
+    difference = relative(np.asarray(model(jnp.asarray(TOKENS))), np.load(folder / "theirs.npy"))
     print(f"written by PEFT {config.get('peft_version', '')}: {difference:.1e} from theirs")
 
 

@@ -11,6 +11,7 @@ from kimi_zoo.layers.moe import MoE
 from kimi_zoo.layers.stack import LayerStack
 from kimi_zoo.models.kimi_linear import KimiLinear
 from kimi_zoo.ops.packing import segment_positions
+from kimi_zoo.training.fused_loss import fused_is_valid, fused_token_losses
 from kimi_zoo.training.packing import Batch
 
 LOGITS_AT_ONCE = 1 << 24  # numbers: 64 MB in float32
@@ -39,7 +40,13 @@ def token_losses(
     """Cross entropy of every token in nats, and the log-sum-exp of its logits.
 
     As many tokens go through the output head at a time as have 16 million logits together; gradients compute them anew.
+    On one TPU, tokamax's fused kernel does it: see `kimi_zoo.training.fused_loss`.
     """
+    if fused_is_valid(model):
+        weight = model.embedding.weight if model.head is None else model.head.weight
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        losses, totals = fused_token_losses(flat, targets.reshape(-1), weight)
+        return losses.reshape(targets.shape), totals.reshape(targets.shape)
 
     @jax.checkpoint
     def some(piece: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from jaxtyping import Array, Float, Float32, PRNGKeyArray
+from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from kimi_zoo.layers.checks import check_std
 from kimi_zoo.layers.mlp import MLP
@@ -85,6 +85,17 @@ class Experts(eqx.Module):
         self.up_proj = in_std * jr.normal(up_key, (experts, inner, hidden_size))
         self.down_proj = out_std * jr.normal(down_key, (experts, hidden_size, inner))
 
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden_size"],
+        expert_ids: Int[Array, "tokens top_k"],
+        expert_weights: Float32[Array, "tokens top_k"],
+        *,
+        limit: float | int | None = None,
+    ) -> Float[Array, "tokens hidden_size"]:
+        """The weighted sum over the experts that each token chose: see `kimi_zoo.ops.moe.expert_mlps`."""
+        return expert_mlps(x, expert_ids, expert_weights, self.gate_proj, self.up_proj, self.down_proj, limit=limit)
+
 
 class MoE(eqx.Module):
     """Every token goes through `top_k` routed experts, weighted, and through all shared ones. No token is dropped.
@@ -109,16 +120,5 @@ class MoE(eqx.Module):
     def __call__(self, x: Float[Array, "*batch hidden_size"]) -> Float[Array, "*batch hidden_size"]:
         """Applied to every token by itself: what a token gives does not depend on which others there are."""
         tokens = x.reshape(-1, x.shape[-1])
-        expert_ids, expert_weights = self.router(tokens)
-        experts = self.experts
-        y = expert_mlps(
-            tokens,
-            expert_ids,
-            expert_weights,
-            experts.gate_proj,
-            experts.up_proj,
-            experts.down_proj,
-            limit=self.limit,
-        )
-        y = y.reshape(x.shape)
+        y = self.experts(tokens, *self.router(tokens), limit=self.limit).reshape(x.shape)
         return y if self.shared is None else y + self.shared(x)

@@ -15,6 +15,7 @@ from kimi_zoo.tokenizers import Tokenizer, load_tokenizer
 from kimi_zoo.training.dataset import Dataset, Overlong, prepare
 from kimi_zoo.training.lora import load_adapter
 from kimi_zoo.training.packing import in_order
+from kimi_zoo.training.quantization import Kind, quantize_frozen
 from kimi_zoo.training.run import mean_loss
 
 
@@ -23,6 +24,7 @@ def evaluate(
     data: Iterable[str | Path],
     *,
     adapter: str | Path | None = None,
+    frozen_weights: Kind | None = None,
     seq_length: int = 512,
     overlong: Overlong = "split",
     rows: int = 8,
@@ -32,6 +34,8 @@ def evaluate(
     warn: Callable[[str], None] = lambda _message: None,
 ) -> dict[str, Any]:
     """Measures a checkpoint on data files. Every example is read by itself, however rows are packed.
+
+    **Arguments:** `frozen_weights`: measure with weights so rounded, as of `quantize_frozen`.
 
     **Returns:** `loss` (nats per learned token), `perplexity`, `bits_per_byte`, `tokens` (learned), `bytes` (of the
     learned text; control tokens have none), `examples`.
@@ -45,6 +49,8 @@ def evaluate(
             data, tokenizer, Path(temporary) / "data", seq_length=seq_length, overlong=overlong, warn=warn
         )
         loaded = from_pretrained(folder, dtype=dtype)
+        if frozen_weights is not None:
+            loaded = quantize_frozen(loaded, frozen_weights)
         if adapter is not None:
             loaded = load_adapter(loaded, adapter)
         batches = in_order(dataset, range(len(dataset)), seq_length, rows, packed=packed)

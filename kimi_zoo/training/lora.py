@@ -23,6 +23,8 @@ from kimi_zoo.checkpoints.tables import kimi_linear as table
 from kimi_zoo.layers.linear import Linear
 from kimi_zoo.layers.moe import Experts
 from kimi_zoo.models.kimi_linear import KimiLinear
+from kimi_zoo.ops.moe import expert_mlps
+from kimi_zoo.training.quantization import QuantizedExperts, QuantizedLinear, dequantized
 from kimi_zoo.training.trainable import matches
 
 ROOT = "base_model.model."
@@ -50,13 +52,13 @@ class Delta(eqx.Module):
 class LoRALinear(eqx.Module):
     """A frozen `Linear` with a delta; takes its place in a model."""
 
-    base: Linear
+    base: Linear | QuantizedLinear
     delta: Delta
 
     @property
     def weight(self) -> Float[Array, "*stack out_features in_features"]:
         """The matrix that it amounts to."""
-        return self.base.weight + self.delta.matrix().astype(self.base.weight.dtype)
+        return _added(self.base.weight, self.delta)
 
     @property
     def bias(self) -> Float[Array, " out_features"] | None:
@@ -69,9 +71,9 @@ class LoRALinear(eqx.Module):
 
 
 class LoRAExperts(eqx.Module):
-    """Frozen `Experts` with deltas on some of their matrices, formed when a layer runs."""
+    """Frozen `Experts` with deltas on some of their matrices, added when a layer runs."""
 
-    base: Experts
+    base: Experts | QuantizedExperts
     gate_delta: Delta | None
     up_delta: Delta | None
     down_delta: Delta | None
@@ -90,6 +92,16 @@ class LoRAExperts(eqx.Module):
     def down_proj(self) -> Float[Array, "*stack experts hidden_size inner"]:
         """As `gate_proj`."""
         return _added(self.base.down_proj, self.down_delta)
+
+    def __call__(self, *arguments: Array, limit: float | int | None = None) -> Array:
+        """As `Experts.__call__`; gradients compute everything anew: the sums, as large as the experts, are not kept."""
+
+        def run(layer: LoRAExperts, *arguments: Array) -> Array:
+            x, expert_ids, expert_weights = arguments
+            matrices = (layer.gate_proj, layer.up_proj, layer.down_proj)
+            return expert_mlps(x, expert_ids, expert_weights, *matrices, limit=limit)
+
+        return jax.checkpoint(run)(self, *arguments)
 
 
 def _added(weight: Array, delta: Delta | None) -> Array:
@@ -165,9 +177,7 @@ def add_lora(
     patterns = [p for p in targets if targets != ALL_LINEAR or _matches_some(model, p)]
     for target in find_targets(model, patterns)[0]:
         key, a_key = jr.split(key)
-        block = model.layers.sections[target.section][target.position]
-        weight = get_leaf(block, target.leaf)
-        *stack, out_features, in_features = weight.shape  # pyright: ignore[reportAttributeAccessIssue]
+        *stack, out_features, in_features = _stack_shape(model, target)
         bound = in_features**-0.5
         a = jr.uniform(a_key, (*stack, rank, in_features), minval=-bound, maxval=bound)
         delta = Delta(a, jnp.zeros((*stack, out_features, rank)), scale)
@@ -208,19 +218,22 @@ def lora_leaves(model: Any) -> Any:
 
 
 def merge_lora[Model](model: Model) -> Model:
-    """The model with every delta added to its matrix: in float32, rounded once to the dtype of the matrix."""
+    """The model with every delta added to its matrix: in float32, rounded once to the dtype of the matrix. Quantised
+    ones are dequantised, to float32."""
 
     def merge(node: Any) -> Any:
         if isinstance(node, LoRALinear):
-            return eqx.tree_at(lambda linear: linear.weight, node.base, _sum(node.base.weight, node.delta))
+            base = dequantized(node.base)
+            return eqx.tree_at(lambda linear: linear.weight, base, _sum(base.weight, node.delta))
         if isinstance(node, LoRAExperts):
+            base = dequantized(node.base)
             matrices = lambda e: (e.gate_proj, e.up_proj, e.down_proj)
             deltas = (node.gate_delta, node.up_delta, node.down_delta)
-            return eqx.tree_at(matrices, node.base, tuple(map(_sum, matrices(node.base), deltas)))
+            return eqx.tree_at(matrices, base, tuple(map(_sum, matrices(base), deltas)))
         return node
 
     is_wrapper = lambda node: isinstance(node, LoRALinear | LoRAExperts)
-    return jax.tree.map(merge, model, is_leaf=is_wrapper)
+    return dequantized(jax.tree.map(merge, model, is_leaf=is_wrapper))
 
 
 def _sum(weight: Array, delta: Delta | None) -> Array:
@@ -377,5 +390,5 @@ def load_adapter(model: KimiLinear, path: str | Path) -> KimiLinear:
 
 
 def _stack_shape(model: KimiLinear, target: Target) -> tuple[int, ...]:
-    weight = get_leaf(model.layers.sections[target.section][target.position], target.leaf)
-    return weight.shape  # pyright: ignore[reportAttributeAccessIssue]
+    block = model.layers.sections[target.section][target.position]
+    return eqx.filter_eval_shape(get_leaf, block, target.leaf).shape  # pyright: ignore[reportAttributeAccessIssue]

@@ -44,7 +44,7 @@ class RunOptions:
     lora: int = 0
     lora_alpha: float | None = None
     lora_targets: tuple[str, ...] = ALL_LINEAR
-    frozen_weights: Kind | None = None
+    frozen_weights: str | None = None
     train: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
     dtype: str = "float32"

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import equinox as eqx
 import jax
@@ -236,7 +236,7 @@ def trainable_model(model: KimiLinear, options: RunOptions) -> tuple[KimiLinear,
     model = add_lora(model, rank=options.lora, alpha=options.lora_alpha, targets=options.lora_targets, key=key)
     wanted = lambda model: select(model, train=options.train, freeze=options.freeze) if options.train else None
     if options.frozen_weights is not None:
-        model = quantize_frozen(model, options.frozen_weights, trains=wanted(model))
+        model = quantize_frozen(model, cast(Kind, options.frozen_weights), trains=wanted(model))
     deltas, chosen = lora_leaves(model), wanted(model)
     if chosen is None:
         return model, deltas

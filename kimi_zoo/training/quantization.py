@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Integer
 
 from kimi_zoo.layers.linear import Linear
@@ -132,7 +133,7 @@ def quantize_frozen(model: KimiLinear, kind: Kind, *, trains: Any = None) -> Kim
     trains = jax.tree.map(lambda _: False, model) if trains is None else trains
 
     def shrink(node: Any, chosen: Any) -> Any:
-        if any(map(_any, jax.tree.leaves(chosen))):
+        if any(map(np.any, jax.tree.leaves(chosen))):
             return node
         if isinstance(node, Linear):
             hollow = eqx.tree_at(lambda linear: linear.weight, node, None)
@@ -150,7 +151,3 @@ def quantize_frozen(model: KimiLinear, kind: Kind, *, trains: Any = None) -> Kim
         model,
         jax.tree.map(shrink, model.layers.sections, trains.layers.sections, is_leaf=is_layer),
     )
-
-
-def _any(choice: Any) -> bool:
-    return bool(jnp.any(jnp.asarray(choice)))

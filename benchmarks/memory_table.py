@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 from compare import CONFIG as SMALL
 
 import kimi_zoo as kz
@@ -49,21 +50,22 @@ def models() -> dict[str, kz.KimiLinearConfig]:
     }
 
 
+def build(config: kz.KimiLinearConfig, mode: str, dtype: str):
+    """A model, and which of its leaves train: in inference and with LoRA, weights are in `dtype`."""
+    model = kz.KimiLinear(config, key=jr.key(0))
+    if mode == "full":
+        return model, kz.training.trains(kz.training.select(model))
+    model = kz.training.as_computed(model, jnp.dtype(dtype))
+    if mode != "inference":
+        model = kz.training.add_lora(model, rank=RANK, key=jr.key(0))
+    if mode in ("int8", "nf4"):
+        model = quantize_frozen(model, mode)
+    return model, kz.training.lora_leaves(model)
+
+
 def shapes(config: kz.KimiLinearConfig, mode: str, dtype: str):
-    """A model of shapes, and which of its leaves train: in inference and with LoRA, weights are in `dtype`."""
-
-    def build():
-        model = kz.KimiLinear(config, key=jr.key(0))
-        if mode == "full":
-            return model, kz.training.trains(kz.training.select(model))
-        model = kz.training.as_computed(model, jnp.dtype(dtype))
-        if mode != "inference":
-            model = kz.training.add_lora(model, rank=RANK, key=jr.key(0))
-        if mode in ("int8", "nf4"):
-            model = quantize_frozen(model, mode)
-        return model, kz.training.lora_leaves(model)
-
-    return eqx.filter_eval_shape(build)
+    """As `build`, with shapes in the place of arrays."""
+    return eqx.filter_eval_shape(lambda: build(config, mode, dtype))
 
 
 def size(tree) -> int:
@@ -109,6 +111,13 @@ def activations(config: kz.KimiLinearConfig, tokens: int, itemsize: int, *, rema
     return tokens * numbers * itemsize + logits
 
 
+def largest_layer(config: kz.KimiLinearConfig) -> int:
+    """Parameters of the largest layer."""
+    stack = shapes(config, "inference", "bfloat16")[0].layers
+    units = zip(stack.sections, stack.repeats, strict=True)
+    return max(count(layer) // repeats for unit, repeats in units for layer in unit)
+
+
 def inference(config: kz.KimiLinearConfig) -> int:
     """bfloat16 weights, and the cache of one row."""
     model, _ = shapes(config, "inference", "bfloat16")
@@ -116,21 +125,24 @@ def inference(config: kz.KimiLinearConfig) -> int:
 
 
 def training(config: kz.KimiLinearConfig, mode: str, tokens: int = SEQ, dtype: str = "bfloat16", remat=True) -> int:
-    """Float32 parameters that train, their gradients and two moments of AdamW; frozen weights; activations."""
+    """Float32 parameters that train, their gradients and two moments of AdamW; frozen weights; what trains, and a layer
+    of what is quantised, in the dtype of the computation; activations."""
     model, wanted = shapes(config, mode, dtype)
     trainable, frozen = eqx.partition(model, wanted)
     state = 4 * 4 * count(trainable) + size(frozen)
-    copy = count(trainable) * jnp.dtype(dtype).itemsize if dtype != "float32" else 0
-    return state + copy + activations(config, tokens, jnp.dtype(dtype).itemsize, remat=remat)
+    itemsize = jnp.dtype(dtype).itemsize
+    copy = count(trainable) * itemsize if dtype != "float32" else 0
+    if mode in ("int8", "nf4"):
+        copy += itemsize * largest_layer(config)
+    return state + copy + activations(config, tokens, itemsize, remat=remat)
 
 
 def measured(config: kz.KimiLinearConfig, mode: str, tokens: int, dtype: str, remat: bool) -> int:
     """What XLA says of the compiled step on this machine: arguments, which are reused, and temporary memory."""
-    model, wanted = shapes(config, mode, dtype)
+    model, wanted = build(config, mode, dtype)
     optimizer = kz.training.make_optimizer("adamw", 1e-4, weight_decay=0.01)
-    state, frozen = eqx.filter_eval_shape(lambda model: kz.training.start(model, wanted, optimizer), model)
-    kinds = (jnp.int32, jnp.int32, jnp.float32, jnp.int32)
-    batch = Batch(*(jax.ShapeDtypeStruct((1, 1, tokens), kind) for kind in kinds))
+    state, frozen = kz.training.start(model, wanted, optimizer)
+    batch = Batch(*(np.zeros((1, 1, tokens), kind) for kind in (np.int32, np.int32, np.float32, np.int32)))
     options = kz.training.StepOptions(compute_dtype=dtype, remat=remat)
     compiled = kz.training.train_step.lower((frozen, batch, optimizer, options), state).compile()
     memory = getattr(compiled, "compiled", compiled).memory_analysis()

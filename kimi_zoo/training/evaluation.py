@@ -54,7 +54,7 @@ def evaluate(
         if adapter is not None:
             loaded = load_adapter(loaded, adapter)
         batches = in_order(dataset, range(len(dataset)), seq_length, rows, packed=packed)
-        loss, tokens = mean_loss(loaded, tqdm(batches, disable=not progress, leave=False, unit=" batches"), dtype)
+        loss, tokens = mean_loss(loaded, iter(tqdm(batches, disable=not progress, leave=False, unit=" batches")), dtype)
         size = learned_bytes(dataset, tokenizer)
     return {
         "loss": loss,

@@ -1,8 +1,8 @@
 """Memory and communication of a Kimi Linear 48B training step on TPU meshes, compiled ahead of time without a TPU.
 
-Run as `python benchmarks/scaling.py [--case v6e:16x16:fsdp=32,context=8:131072:1 ...]` with `libtpu` installed: topology,
-mesh, tokens in a row, rows per device group (data, fsdp and expert together). Prints, for one device: what parameters,
-gradients and optimizer hold, XLA's peak, and the bytes that each kind of collective moves in a step. A compiler's
+Run as `python benchmarks/scaling.py [--case v6e:16x16:fsdp=32,context=8:131072:1 ...]` with `libtpu` installed:
+topology, mesh, tokens in a row, rows per device group (data, fsdp and expert together). Prints, for one device: what
+parameters and optimizer hold, XLA's peak, and the bytes that each kind of collective moves in a step. A compiler's
 figures, not measurements.
 """
 
@@ -27,9 +27,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 import kimi_zoo as kz
-from kimi_zoo.models.kimi_linear_partition import RULES
 from kimi_zoo.parallel.axes import Parallelism, make_mesh
-from kimi_zoo.parallel.partition import shardings
 from kimi_zoo.training.packing import Batch
 from kimi_zoo.training.step import StepOptions, TrainState, state_shardings, train_step
 from kimi_zoo.training.trainable import BALANCING_BIAS, decays, place_of
@@ -104,14 +102,18 @@ def measure(case: str, layers: int | None) -> None:
     parallelism = Parallelism(make_mesh(sizes, description.devices))
     config = kz.KIMI_LINEAR_48B_A3B
     if layers:
-        config = dataclasses.replace(config, layer_kinds=config.layer_kinds[:layers], mlp_kinds=config.mlp_kinds[:layers])
+        config = dataclasses.replace(
+            config, layer_kinds=config.layer_kinds[:layers], mlp_kinds=config.mlp_kinds[:layers]
+        )
     optimizer = optax.adamw(1e-4, mask=decays)
     state, frozen = abstract_state(config, parallelism, optimizer)
     groups = math.prod(parallelism.size(role) for role in ("data", "fsdp", "expert"))
     shape = (1, groups * int(rows), int(seq))
     spec = parallelism.axes.token_spec()
     sharding = NamedSharding(parallelism.mesh, type(spec)(None, *spec))
-    batch = Batch(*(jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for kind in ("int32", "int32", "float32", "int32")))
+    batch = Batch(
+        *(jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for kind in ("int32", "int32", "float32", "int32"))
+    )
     options = StepOptions(compute_dtype="bfloat16", remat=True, mesh=parallelism)
 
     def step(batch, state):

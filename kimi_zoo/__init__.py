@@ -33,7 +33,7 @@ _MODULES = {
     "kimi_zoo.tokenizers": ("load_tokenizer",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
-_SUBMODULES = ("checkpoints", "generation", "layers", "models", "ops")
+_SUBMODULES = ("checkpoints", "generation", "layers", "models", "ops", "training")
 
 __all__ = [*_HOME, *_SUBMODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 

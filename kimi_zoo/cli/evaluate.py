@@ -32,6 +32,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     add("--data", metavar="FILE", nargs="+", required=True, help="files or folders")
     add("--adapter", metavar="DIR", help="a LoRA adapter of the model")
+    add("--frozen-weights", choices=("int8", "nf4"), help="measure with weights so rounded")
     add("--seq-length", metavar="N", type=int, default=512, help="longest example (default 512)")
     add("--overlong", choices=("split", "truncate", "drop"), default="split", help="longer examples (default split)")
     add("--batch-size", metavar="N", type=int, default=8, help="rows at a time (default 8)")
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             args.model,
             args.data,
             adapter=args.adapter,
+            frozen_weights=args.frozen_weights,
             seq_length=args.seq_length,
             overlong=args.overlong,
             rows=args.batch_size,

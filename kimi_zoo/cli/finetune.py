@@ -66,6 +66,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         nargs="+",
         help="layers with deltas (default: all linear but routed experts)",
     )
+    add("--frozen-weights", choices=("int8", "nf4"), help="with --lora: hold what does not train in 8 or 4 bits")
     add("--train", metavar="P", nargs="+", default=[], help="what trains; with --lora: beside the deltas")
     add("--freeze", metavar="P", nargs="+", default=[], help="what does not")
     add = parser.add_argument_group("optimizer").add_argument
@@ -154,6 +155,7 @@ def run(args: argparse.Namespace) -> int:
             lora=args.lora,
             lora_alpha=args.lora_alpha,
             lora_targets=tuple(args.lora_targets) if args.lora_targets else ALL_LINEAR,
+            frozen_weights=args.frozen_weights,
             train=tuple(args.train),
             freeze=tuple(args.freeze),
             dtype=args.dtype,

@@ -28,6 +28,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("model", metavar="MODEL", help="checkpoint folder, or name of bundled weights")
     parser.add_argument("adapter", metavar="ADAPTER", help="adapter folder")
     parser.add_argument("output", metavar="OUTPUT", help="folder to write")
+    parser.add_argument(
+        "--frozen-weights",
+        choices=("int8", "nf4"),
+        help="what the adapter was trained beside: round the weights so first (default: as they are stored)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in OUTPUT")
     parser.add_argument("--quiet", action="store_true", help="say nothing")
 
@@ -37,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     quiet_libraries()
     from kimi_zoo.training.run import fuse
 
-    fuse(args.model, args.adapter, args.output, overwrite=args.overwrite)
+    fuse(args.model, args.adapter, args.output, frozen_weights=args.frozen_weights, overwrite=args.overwrite)
     if not args.quiet:
         complain(f"written: {args.output}")
     return 0

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from jaxtyping import Array, Float, Float32, PRNGKeyArray
+from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from kimi_zoo.layers.checks import check_std
 from kimi_zoo.layers.mlp import MLP
@@ -86,6 +86,26 @@ class Experts(eqx.Module):
         self.up_proj = in_std * jr.normal(up_key, (experts, inner, hidden_size))
         self.down_proj = out_std * jr.normal(down_key, (experts, hidden_size, inner))
 
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden_size"],
+        expert_ids: Int[Array, "tokens top_k"],
+        expert_weights: Float32[Array, "tokens top_k"],
+        *,
+        limit: float | int | None = None,
+        expert_axis: str | None = None,
+        expert_capacity: float | None = None,
+    ) -> Float[Array, "tokens hidden_size"]:
+        """The weighted sum over the experts that each token chose: see `kimi_zoo.ops.moe.expert_mlps`.
+
+        **Arguments:** inside `jax.shard_map`, the mesh axis over which the experts and the tokens are split, and the
+        room on each device: see `kimi_zoo.ops.moe_dispatch`.
+        """
+        arguments = (x, expert_ids, expert_weights, self.gate_proj, self.up_proj, self.down_proj)
+        if expert_axis is None:
+            return expert_mlps(*arguments, limit=limit)
+        return dispatched_expert_mlps(*arguments, expert_axis=expert_axis, capacity=expert_capacity, limit=limit)
+
 
 class MoE(eqx.Module):
     """Every token goes through `top_k` routed experts, weighted, and through all shared ones. No token is dropped.
@@ -117,15 +137,9 @@ class MoE(eqx.Module):
         """Applied to every token by itself: what a token gives does not depend on which others there are, unless they
         fill the `expert_capacity`.
 
-        **Arguments:** inside `jax.shard_map`, the mesh axis over which the experts and the tokens are split, and the
-        room on each device: see `kimi_zoo.ops.moe_dispatch`.
+        **Arguments:** see `Experts.__call__`.
         """
         tokens = x.reshape(-1, x.shape[-1])
-        experts = self.experts
-        arguments = (tokens, *self.router(tokens), experts.gate_proj, experts.up_proj, experts.down_proj)
-        if expert_axis is None:
-            y = expert_mlps(*arguments, limit=self.limit)
-        else:
-            y = dispatched_expert_mlps(*arguments, expert_axis=expert_axis, capacity=expert_capacity, limit=self.limit)
-        y = y.reshape(x.shape)
+        options = {} if expert_axis is None else {"expert_axis": expert_axis, "expert_capacity": expert_capacity}
+        y = self.experts(tokens, *self.router(tokens), limit=self.limit, **options).reshape(x.shape)
         return y if self.shared is None else y + self.shared(x)

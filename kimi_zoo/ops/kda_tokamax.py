@@ -175,7 +175,7 @@ def _call_tokamax(implementation: str, *args: Array, **kwargs) -> tuple[Array, A
     """Output, and the final states if asked for."""
     from tokamax.ops import kimi_delta_attention  # takes seconds to import: only when it is used
 
-    _silence_cache_misses()
+    silence_cache_misses()
     try:
         output, states = kimi_delta_attention(*args, **kwargs, implementation=TOKAMAX_NAMES[implementation])
     except NotImplementedError as error:
@@ -188,6 +188,6 @@ def _without_cache_misses(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("Autotuning cache miss")
 
 
-def _silence_cache_misses() -> None:
+def silence_cache_misses() -> None:
     """tokamax warns at each trace that its autotuning cache holds nothing for these shapes: true and of no use."""
     logging.getLogger("absl").addFilter(_without_cache_misses)

@@ -27,9 +27,13 @@ def name_of(path: tuple[Any, ...]) -> tuple[str, bool]:
 def roles_of(name: str, rules: Rules) -> tuple[str | None, ...]:
     """The role that splits each dimension of the parameter `name`, a layer axis aside; empty if it is whole.
 
-    The thin matrices of LoRA, `B A`, are split as what they are added to: `B` by its outputs, `A` by its inputs.
+    The thin matrices of LoRA, `B A`, are split as what they are added to, `B` by its outputs, `A` by its inputs; the
+    integers and scales of a quantised matrix as the matrix.
     """
     *parents, last = name.split(".")
+    if last in ("values", "scales") and parents:
+        kind = parents.pop()
+        return _find(".".join([*parents, "weight" if kind == "quantized" else f"{kind}_proj"]), rules)
     if last in ("a", "b") and parents and parents[-1].endswith("delta"):
         kind = parents.pop().removesuffix("delta")  # `gate_` of experts, nothing of a linear layer
         roles = _find(".".join([*parents, f"{kind}proj" if kind else "weight"]), rules)

@@ -19,6 +19,7 @@ from kimi_zoo.tokenizers import Tokenizer, load_tokenizer
 from kimi_zoo.training.dataset import Dataset, Overlong, prepare
 from kimi_zoo.training.lora import load_adapter
 from kimi_zoo.training.packing import in_order
+from kimi_zoo.training.quantization import Kind, quantize_frozen
 from kimi_zoo.training.run import mean_loss
 
 
@@ -27,6 +28,7 @@ def evaluate(
     data: Iterable[str | Path],
     *,
     adapter: str | Path | None = None,
+    frozen_weights: Kind | None = None,
     seq_length: int = 512,
     overlong: Overlong = "split",
     rows: int = 8,
@@ -38,7 +40,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measures a checkpoint on data files. Every example is read by itself, however rows are packed.
 
-    **Arguments:** as of `finetune`; `mesh`: the devices to compute on, such as `"fsdp=4"`.
+    **Arguments:** as of `finetune`; `mesh`: the devices to compute on, such as `"fsdp=4"`; `frozen_weights`: measure
+    with weights so rounded, as of `quantize_frozen`.
 
     **Returns:** `loss` (nats per learned token), `perplexity`, `bits_per_byte`, `tokens` (learned), `bytes` (of the
     learned text; control tokens have none), `examples`.
@@ -55,11 +58,13 @@ def evaluate(
             data, tokenizer, Path(temporary) / "data", seq_length=seq_length, overlong=overlong, warn=warn
         )
         loaded = from_pretrained(folder, dtype=dtype, mesh=parallelism)
+        if frozen_weights is not None:
+            loaded = quantize_frozen(loaded, frozen_weights)
         if adapter is not None:
             loaded = load_adapter(loaded, adapter)
             loaded = loaded if parallelism is None else place(loaded, parallelism, RULES)
         batches = in_order(dataset, range(len(dataset)), seq_length, rows, packed=packed)
-        shown = tqdm(batches, disable=not progress, leave=False, unit=" batches")
+        shown = iter(tqdm(batches, disable=not progress, leave=False, unit=" batches"))
         loss, tokens = mean_loss(loaded, shown, dtype, mesh=parallelism)
         size = learned_bytes(dataset, tokenizer)
     return {

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,8 @@ from kimi_zoo.checkpoints.tables import kimi_linear as table
 from kimi_zoo.layers.linear import Linear
 from kimi_zoo.layers.moe import Experts
 from kimi_zoo.models.kimi_linear import KimiLinear
+from kimi_zoo.ops.moe import expert_mlps
+from kimi_zoo.training.quantization import QuantizedExperts, QuantizedLinear, dequantized
 from kimi_zoo.training.trainable import matches
 
 ROOT = "base_model.model."
@@ -49,13 +52,13 @@ class Delta(eqx.Module):
 class LoRALinear(eqx.Module):
     """A frozen `Linear` with a delta; takes its place in a model."""
 
-    base: Linear
+    base: Linear | QuantizedLinear
     delta: Delta
 
     @property
     def weight(self) -> Float[Array, "*stack out_features in_features"]:
         """The matrix that it amounts to."""
-        return self.base.weight + self.delta.matrix().astype(self.base.weight.dtype)
+        return _added(self.base.weight, self.delta)
 
     @property
     def bias(self) -> Float[Array, " out_features"] | None:
@@ -68,9 +71,9 @@ class LoRALinear(eqx.Module):
 
 
 class LoRAExperts(eqx.Module):
-    """Frozen `Experts` with deltas on some of their matrices, formed when a layer runs."""
+    """Frozen `Experts` with deltas on some of their matrices, added when a layer runs."""
 
-    base: Experts
+    base: Experts | QuantizedExperts
     gate_delta: Delta | None
     up_delta: Delta | None
     down_delta: Delta | None
@@ -89,6 +92,16 @@ class LoRAExperts(eqx.Module):
     def down_proj(self) -> Float[Array, "*stack experts hidden_size inner"]:
         """As `gate_proj`."""
         return _added(self.base.down_proj, self.down_delta)
+
+    def __call__(self, *arguments: Array, limit: float | int | None = None) -> Array:
+        """As `Experts.__call__`; gradients compute everything anew: the sums, as large as the experts, are not kept."""
+
+        def run(layer: LoRAExperts, *arguments: Array) -> Array:
+            x, expert_ids, expert_weights = arguments
+            matrices = (layer.gate_proj, layer.up_proj, layer.down_proj)
+            return expert_mlps(x, expert_ids, expert_weights, *matrices, limit=limit)
+
+        return jax.checkpoint(run)(self, *arguments)
 
 
 def _added(weight: Array, delta: Delta | None) -> Array:
@@ -164,9 +177,7 @@ def add_lora(
     patterns = [p for p in targets if targets != ALL_LINEAR or _matches_some(model, p)]
     for target in find_targets(model, patterns)[0]:
         key, a_key = jr.split(key)
-        block = model.layers.sections[target.section][target.position]
-        weight = get_leaf(block, target.leaf)
-        *stack, out_features, in_features = weight.shape  # pyright: ignore[reportAttributeAccessIssue]
+        *stack, out_features, in_features = _stack_shape(model, target)
         bound = in_features**-0.5
         a = jr.uniform(a_key, (*stack, rank, in_features), minval=-bound, maxval=bound)
         delta = Delta(a, jnp.zeros((*stack, out_features, rank)), scale)
@@ -188,8 +199,7 @@ def _with_delta(model: KimiLinear, target: Target, delta: Delta) -> KimiLinear:
         experts = lambda m: inside(m).mlp.experts
         old = experts(model)
         wrapped = old if isinstance(old, LoRAExperts) else LoRAExperts(old, None, None, None)
-        field = target.leaf.rsplit(".", 1)[-1].replace("_proj", "_delta")
-        wrapped = eqx.tree_at(lambda e: getattr(e, field), wrapped, delta, is_leaf=lambda x: x is None)
+        wrapped = eqx.tree_at(lambda e: getattr(e, _delta_field(target)), wrapped, delta, is_leaf=lambda x: x is None)
         return eqx.tree_at(experts, model, wrapped)
     module = lambda m: cast(Linear, get_leaf(inside(m), target.leaf.removesuffix(".weight")))
     return eqx.tree_at(module, model, LoRALinear(module(model), delta))
@@ -208,19 +218,22 @@ def lora_leaves(model: Any) -> Any:
 
 
 def merge_lora[Model](model: Model) -> Model:
-    """The model with every delta added to its matrix: in float32, rounded once to the dtype of the matrix."""
+    """The model with every delta added to its matrix: in float32, rounded once to the dtype of the matrix. Quantised
+    ones are dequantised, to float32."""
 
     def merge(node: Any) -> Any:
         if isinstance(node, LoRALinear):
-            return eqx.tree_at(lambda linear: linear.weight, node.base, _sum(node.base.weight, node.delta))
+            base = dequantized(node.base)
+            return eqx.tree_at(lambda linear: linear.weight, base, _sum(base.weight, node.delta))
         if isinstance(node, LoRAExperts):
+            base = dequantized(node.base)
             matrices = lambda e: (e.gate_proj, e.up_proj, e.down_proj)
             deltas = (node.gate_delta, node.up_delta, node.down_delta)
-            return eqx.tree_at(matrices, node.base, tuple(map(_sum, matrices(node.base), deltas)))
+            return eqx.tree_at(matrices, base, tuple(map(_sum, matrices(base), deltas)))
         return node
 
     is_wrapper = lambda node: isinstance(node, LoRALinear | LoRAExperts)
-    return jax.tree.map(merge, model, is_leaf=is_wrapper)
+    return dequantized(jax.tree.map(merge, model, is_leaf=is_wrapper))
 
 
 def _sum(weight: Array, delta: Delta | None) -> Array:
@@ -253,8 +266,7 @@ def _deltas(model: KimiLinear) -> Iterator[tuple[Target, Delta]]:
         block = model.layers.sections[target.section][target.position]
         if ".experts." in target.leaf:
             experts = block.mlp.experts
-            field = target.leaf.rsplit(".", 1)[-1].replace("_proj", "_delta")
-            delta = getattr(experts, field) if isinstance(experts, LoRAExperts) else None
+            delta = getattr(experts, _delta_field(target)) if isinstance(experts, LoRAExperts) else None
         else:
             delta = getattr(get_leaf(block, target.leaf.removesuffix(".weight")), "delta", None)
         if delta is not None:
@@ -270,22 +282,56 @@ def save_adapter(model: KimiLinear, path: str | Path, *, base: str | None = None
     if not found:
         raise CheckpointError("This model has no LoRA deltas to save.")
     delta = found[0][1]
-    names = sorted({name for target, _ in found for entry in target.entries for name in _target_names(entry, model)})
+    rank, alpha = delta.a.shape[-2], delta.scale * delta.a.shape[-2]
+    model = _all_expert_matrices(model, rank, delta.scale)
+    entries = [entry for target, _ in _deltas(model) for entry in target.entries]
+    names = {name for entry in entries for name in _target_names(entry, model)}
+    experts = {entry.name(0).split(f".{EXPERT}.")[0] for entry in entries if entry.per_expert}
+    fused = {"experts.gate_up_proj"} if experts else set()
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or model.published.source,
-        "r": delta.a.shape[-2],
-        "lora_alpha": delta.scale * delta.a.shape[-2],
+        "r": rank,
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": names,
+        "target_modules": sorted(names | set(map(transformers_name, names))),
+        # transformers holds the experts of a layer as two parameters, gate and up in one of them
+        "target_parameters": sorted(
+            f"{transformers_name(path)}.{name}" for path in experts for name in ("gate_up_proj", "down_proj")
+        )
+        or None,
+        "rank_pattern": dict.fromkeys(fused, 2 * rank),
+        "alpha_pattern": dict.fromkeys(fused, 2 * alpha),
     }
     with atomic_folder(path, overwrite=overwrite) as folder:
         save_tensors(adapter_tensors(model), folder / "adapter_model.safetensors")
         write_json(folder / "adapter_config.json", config)
+
+
+def transformers_name(name: str) -> str:
+    """What transformers calls a module inside its model, where that differs from the published name."""
+    return name.replace(".block_sparse_moe.", ".mlp.").replace(".self_attn.f_", ".self_attn.forget_gate.f_")
+
+
+def _all_expert_matrices(model: KimiLinear, rank: int, scale: float) -> KimiLinear:
+    """The model with zero deltas on the other matrices of experts that have one: PEFT reads all three or none."""
+    for target in find_targets(model, ("*",))[0]:
+        block = model.layers.sections[target.section][target.position]
+        if ".experts." in target.leaf and isinstance(block.mlp.experts, LoRAExperts):
+            *stack, out_features, in_features = _stack_shape(model, target)
+            if getattr(block.mlp.experts, _delta_field(target)) is None:
+                zero = Delta(jnp.zeros((*stack, rank, in_features)), jnp.zeros((*stack, out_features, rank)), scale)
+                model = _with_delta(model, target, zero)
+    return model
+
+
+def _delta_field(target: Target) -> str:
+    """The field of `LoRAExperts` that holds the delta of an expert matrix."""
+    return target.leaf.rsplit(".", 1)[-1].replace("_proj", "_delta")
 
 
 def _target_names(entry: Entry, model: KimiLinear) -> Iterator[str]:
@@ -297,6 +343,8 @@ def _target_names(entry: Entry, model: KimiLinear) -> Iterator[str]:
 def load_adapter(model: KimiLinear, path: str | Path) -> KimiLinear:
     """The model with the deltas of a PEFT folder, whose frozen model it must be.
 
+    Modules may have their published names or those of transformers.
+
     **Raises:** `CheckpointError` for a folder that holds no LoRA adapter, or one that does not fit the model.
     """
     folder = Path(path)
@@ -306,11 +354,19 @@ def load_adapter(model: KimiLinear, path: str | Path) -> KimiLinear:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
         raise CheckpointError(f"{folder / 'adapter_config.json'} should give numbers for `r` and `lora_alpha`.")
+    own = [name for entry in table.entries(model.config) for name in module_names(entry)]
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in config.get(field) or {}:  # as PEFT applies them
+            if any(re.match(rf"(.*\.)?({pattern})$", spelling) for n in own for spelling in (n, transformers_name(n))):
+                raise CheckpointError(
+                    f"{folder}: `{field}` gives {pattern!r} a value of its own, which cannot be read."
+                )
     with open_checkpoint(folder / "adapter_model.safetensors") as checkpoint:
         left = set(checkpoint)
         for target in find_targets(model, ("*",))[0]:
             shape = _stack_shape(model, target)
             names = [f"{ROOT}{name}" for entry in target.entries for name, _ in _matrices(entry, 0, shape)]
+            names = [n if f"{n}.lora_A.weight" in checkpoint else transformers_name(n) for n in names]
             present = [name for name in names if f"{name}.lora_A.weight" in checkpoint]
             if not present:
                 continue
@@ -334,5 +390,5 @@ def load_adapter(model: KimiLinear, path: str | Path) -> KimiLinear:
 
 
 def _stack_shape(model: KimiLinear, target: Target) -> tuple[int, ...]:
-    weight = get_leaf(model.layers.sections[target.section][target.position], target.leaf)
-    return weight.shape  # pyright: ignore[reportAttributeAccessIssue]
+    block = model.layers.sections[target.section][target.position]
+    return eqx.filter_eval_shape(get_leaf, block, target.leaf).shape  # pyright: ignore[reportAttributeAccessIssue]

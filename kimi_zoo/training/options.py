@@ -1,12 +1,14 @@
 """What decides the result of a run."""
 
 import dataclasses
+from typing import get_args
 
 import jax
 
 from kimi_zoo.training.dataset import Overlong
 from kimi_zoo.training.lora import ALL_LINEAR
 from kimi_zoo.training.optimizers import Schedule
+from kimi_zoo.training.quantization import Kind
 
 REMAT = {"none": False, "full": True, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
@@ -17,7 +19,8 @@ class RunOptions:
 
     Of `steps` and `epochs` one is given, or neither: one epoch. `rows` of `seq_length` tokens make a batch,
     `accumulate` batches a step. `warmup` is a share of the steps. `lora` is the rank, 0 for training everything that
-    `train` and not `freeze` selects (see `trainable.select`); with LoRA, `train` adds parameters beside the deltas.
+    `train` and not `freeze` selects (see `trainable.select`); with LoRA, `train` adds parameters beside the deltas, and
+    `frozen_weights` ("int8" or "nf4") is how the layers that do not train are held: see `quantize_frozen`.
     """
 
     model: str
@@ -41,6 +44,7 @@ class RunOptions:
     lora: int = 0
     lora_alpha: float | None = None
     lora_targets: tuple[str, ...] = ALL_LINEAR
+    frozen_weights: str | None = None
     train: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
     dtype: str = "float32"
@@ -63,6 +67,10 @@ class RunOptions:
             raise ValueError("`seq_length` is at least 2: a token and the next.")
         if self.remat not in REMAT:
             raise ValueError(f"`remat` is one of {', '.join(REMAT)}; got {self.remat!r}.")
+        if self.frozen_weights is not None and not self.lora:
+            raise ValueError("`frozen_weights` go with `lora`: without it every weight trains, and none is frozen.")
+        if self.frozen_weights not in (None, *get_args(Kind)):
+            raise ValueError(f"`frozen_weights` is one of {', '.join(get_args(Kind))}; got {self.frozen_weights!r}.")
         if not 0 <= self.validation < 1:
             raise ValueError(f"`validation` is a share of the examples, at least 0 and below 1; got {self.validation}.")
 

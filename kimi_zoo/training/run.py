@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import equinox as eqx
 import jax
@@ -47,6 +47,7 @@ from kimi_zoo.training.metrics import MetricsLog
 from kimi_zoo.training.optimizers import learning_rate, make_optimizer, masked_updates
 from kimi_zoo.training.options import REMAT, RunOptions
 from kimi_zoo.training.packing import Batch, Batches, in_order
+from kimi_zoo.training.quantization import Kind, quantize_frozen
 from kimi_zoo.training.step import Metrics, StepOptions, TrainState, as_computed, joined, start, train_step
 from kimi_zoo.training.stopping import StopSignals
 from kimi_zoo.training.trainable import select, trains
@@ -269,10 +270,12 @@ def trainable_model(model: KimiLinear, options: RunOptions) -> tuple[KimiLinear,
         return model, select(model, train=options.train or ("*",), freeze=options.freeze)
     key = jr.key(options.seed)
     model = add_lora(model, rank=options.lora, alpha=options.lora_alpha, targets=options.lora_targets, key=key)
-    deltas = lora_leaves(model)
-    if not options.train:
+    wanted = lambda model: select(model, train=options.train, freeze=options.freeze) if options.train else None
+    if options.frozen_weights is not None:
+        model = quantize_frozen(model, cast(Kind, options.frozen_weights), trains=wanted(model))
+    deltas, chosen = lora_leaves(model), wanted(model)
+    if chosen is None:
         return model, deltas
-    chosen = select(model, train=options.train, freeze=options.freeze)
     return model, jax.tree.map(lambda delta, choice: True if delta else choice, deltas, chosen)
 
 
@@ -388,7 +391,22 @@ def _nonfinite(number: int, line: dict[str, Any], options: RunOptions, report: R
     raise NonFiniteError(text + " The run stops; a lower learning rate may help, or --on-nonfinite skip.")
 
 
-def fuse(model: str | Path, adapter: str | Path, output: str | Path, *, overwrite: bool = False) -> None:
-    """Writes the model with an adapter's deltas added to its weights."""
+def fuse(
+    model: str | Path,
+    adapter: str | Path,
+    output: str | Path,
+    *,
+    frozen_weights: Kind | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes the model with an adapter's deltas added to its weights, in the dtypes that these are stored in.
+
+    **Arguments:** `frozen_weights`: what they were rounded to when the adapter was trained; the deltas are added to
+    these, as in training, and every linear layer is written so rounded. By default they are added to the weights as
+    they are stored.
+    """
     loaded = from_pretrained(model)
-    save_pretrained(merge_lora(load_adapter(loaded, adapter)), output, overwrite=overwrite)
+    rounded = loaded if frozen_weights is None else quantize_frozen(loaded, frozen_weights)
+    merged = merge_lora(load_adapter(rounded, adapter))
+    merged = jax.tree.map(lambda new, old: new.astype(old.dtype) if eqx.is_array(old) else new, merged, loaded)
+    save_pretrained(merged, output, overwrite=overwrite)

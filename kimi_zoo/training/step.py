@@ -18,6 +18,7 @@ from kimi_zoo.parallel.axes import Parallelism
 from kimi_zoo.parallel.partition import place, shardings, shardings_like
 from kimi_zoo.training.loss import Sums, batch_sums
 from kimi_zoo.training.packing import Batch
+from kimi_zoo.training.quantization import Quantized
 from kimi_zoo.training.trainable import place_of
 
 
@@ -113,7 +114,8 @@ def as_computed(model: Any, dtype: Any) -> Any:
     cast = lambda path, leaf: (
         leaf.astype(dtype) if eqx.is_inexact_array(leaf) and place_of(path)[2] not in FLOAT32_LEAVES else leaf
     )
-    return jax.tree_util.tree_map_with_path(cast, model)
+    is_quantized = lambda node: isinstance(node, Quantized)  # dequantised in float32, and rounded once
+    return jax.tree_util.tree_map_with_path(cast, model, is_leaf=is_quantized)
 
 
 def gradients(trainable: Any, rest: Any, batch: Batch, options: StepOptions) -> tuple[Sums, Any]:

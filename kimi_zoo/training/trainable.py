@@ -42,8 +42,10 @@ def published_names(model: KimiLinear) -> dict[Place, list[str]]:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns, as of a shell, fits the whole name or its end behind a dot."""
-    return any(fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(name, f"*.{p}") for p in patterns)
+    """Whether one of the patterns, as of a shell, fits the whole name or its end behind a dot, with or without the last
+    `.weight`."""
+    spellings = {name, name.removesuffix(".weight")}
+    return any(fnmatch.fnmatchcase(n, p) or fnmatch.fnmatchcase(n, f"*.{p}") for p in patterns for n in spellings)
 
 
 def select(model: KimiLinear, *, train: Sequence[str] = ("*",), freeze: Sequence[str] = ()) -> Any:

@@ -93,7 +93,9 @@ def test_folders_are_read_and_written_spread(model, tmp_path, kind):
     experts = loaded.layers.sections[0][0].mlp.experts.gate_proj
     assert {shard.data.shape for shard in experts.addressable_shards} == {(2, 4, 8, 12)}
     kz.save_pretrained(loaded, tmp_path / "two")
-    assert (tmp_path / "one" / "model.safetensors").read_bytes() == (tmp_path / "two" / "model.safetensors").read_bytes()
+    assert (tmp_path / "one" / "model.safetensors").read_bytes() == (
+        tmp_path / "two" / "model.safetensors"
+    ).read_bytes()
     tokens = packed_batch().tokens
     assert_close(jax.jit(lambda m, t: m(t, mesh=mesh))(loaded, tokens), model(tokens), rtol=TOLERANCE)
 

@@ -106,6 +106,33 @@ def test_adapter_files_are_pefts_and_come_back(tuned, model, forward, tmp_path):
     assert_close(forward(load_adapter(model, tmp_path / "adapter")), forward(tuned), atol=1e-6)
 
 
+def test_adapters_have_what_peft_looks_for_in_transformers_modules(model, forward, tmp_path):
+    """There, a layer's experts are two parameters, and read together; `benchmarks/read_adapter.py` runs PEFT itself."""
+    lora = add_lora(model, rank=2, alpha=6.0, targets=("w1", "f_a_proj"), key=jr.key(0))
+    lora = jax.tree.map(lambda leaf, is_delta: leaf + 0.1 if is_delta else leaf, lora, lora_leaves(lora))
+    save_adapter(lora, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    experts = [f"model.layers.{layer}.mlp.experts" for layer in (1, 2, 3)]
+    assert config["target_parameters"] == [f"{e}.{p}" for e in experts for p in ("down_proj", "gate_up_proj")]
+    assert config["rank_pattern"] == {"experts.gate_up_proj": 4}
+    assert config["alpha_pattern"] == {"experts.gate_up_proj": pytest.approx(12.0)}
+    assert "model.layers.1.self_attn.forget_gate.f_a_proj" in config["target_modules"]
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    root = "base_model.model.model.layers.2.block_sparse_moe.experts.1"
+    assert np.any(tensors[f"{root}.w1.lora_B.weight"]) and not np.any(tensors[f"{root}.w2.lora_B.weight"])
+    assert_close(forward(load_adapter(model, tmp_path / "adapter")), forward(lora), atol=1e-6)
+    theirs = {
+        name.replace(".block_sparse_moe.", ".mlp.").replace(".f_a", ".forget_gate.f_a"): t
+        for name, t in tensors.items()
+    }
+    save_file(theirs, tmp_path / "adapter" / "adapter_model.safetensors")
+    assert_close(forward(load_adapter(model, tmp_path / "adapter")), forward(lora), atol=1e-6)
+    config["alpha_pattern"] = {"q_proj": 3}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="`alpha_pattern` gives 'q_proj' a value of its own"):
+        load_adapter(model, tmp_path / "adapter")
+
+
 def test_adapters_that_do_not_fit(tuned, model, tmp_path):
     save_adapter(tuned, tmp_path / "adapter")
     file, config = tmp_path / "adapter" / "adapter_model.safetensors", tmp_path / "adapter" / "adapter_config.json"

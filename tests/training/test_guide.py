@@ -1,0 +1,44 @@
+"""The shell lines of the fine-tuning guide, in order and as they stand, on a tiny model of the same name."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import jax
+import jax.random as jr
+from helpers import tiny
+
+import kimi_zoo as kz
+from kimi_zoo.cli import main
+
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+NAME = "kimi-linear-stdlib-5m"
+
+
+def test_shell_lines_of_the_guide(tmp_path, monkeypatch, capsys):
+    tokenizer = kz.find_weights(NAME)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KIMI_ZOO_CACHE", str(tmp_path / "cache"))
+    config = tiny(
+        layer_kinds=("kda",),
+        mlp_kinds=("dense",),
+        vocab_size=4096,
+        hidden_size=8,
+        intermediate_size=8,
+        model_max_length=512,
+    )
+    kz.save_pretrained(kz.KimiLinear(config, key=jr.key(0)), NAME)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copyfile(tokenizer / name, Path(NAME) / name)
+    Path("examples/data").mkdir(parents=True)
+    rows = [{"prompt": f"def f{i}(x):\n", "completion": f"    return x + {i}\n"} for i in range(9)]
+    Path("examples/data/docstrings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shell = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    commands = [shlex.split(line)[1:] for block in shell for line in block.splitlines()]
+    assert {words[0] for words in commands} == {"finetune", "generate", "fuse", "evaluate"}
+    for words in commands:
+        with jax.numpy_dtype_promotion("standard"):
+            assert main(words) == 0, (words, capsys.readouterr().err)
+        assert capsys.readouterr().out.strip() or words[0] in ("finetune", "fuse")

@@ -10,6 +10,7 @@ With `--time` it times the operator on one device, alone and as a rank of severa
 
 import argparse
 import functools
+import math
 import os
 import re
 import time
@@ -41,7 +42,7 @@ def mla_layer():
     return kz.MultiHeadLatentAttention(HIDDEN, HEADS, **sizes, key=jax.random.key(0))
 
 
-def sent(text: str) -> dict[str, tuple[int, float]]:
+def sent(text: str, axes: dict[str, int]) -> dict[str, tuple[int, float]]:
     """Number of collectives of each kind in a lowered program, and bytes that a device sends in them.
 
     Read before compiling, since programs compiled for CPUs send bfloat16 as float32. From the size of a result: a
@@ -54,8 +55,7 @@ def sent(text: str) -> dict[str, tuple[int, float]]:
         match = re.search(rf'"stablehlo\.({KINDS})"', line)
         if match is None:
             continue
-        groups = re.search(r"replica_groups = dense<.*?> : tensor<\d+x(\d+)xi64>", line)
-        n = int(groups[1]) if groups else RANKS
+        n = math.prod(axes[name] for name in re.findall(r'axis_ref<name = "(\w+)"', line))
         while "->" not in line:  # the type stands behind the sum that a reduction is given
             line = next(lines)
         *dims, kind = re.findall(r"tensor<(.*?)>", line.split("->")[-1])[0].split("x")
@@ -123,7 +123,7 @@ def main() -> None:
         for name, (make, axes, names) in ways.items():
             for packed in (False, True):
                 program = lower_layer(make(), axes, names, tokens, packed)
-                found = sent(program.as_text())
+                found = sent(program.as_text(), axes)
                 activations = sum(size for kind, (_, size) in found.items() if kind != "all_reduce")
                 counts = ", ".join(f"{count} {kind}" for kind, (count, _) in found.items() if kind != "all_reduce")
                 memory = program.compile().memory_analysis().temp_size_in_bytes

@@ -37,13 +37,14 @@ def expected(model):
     return loss_and_gradients(model, packed_batch())
 
 
-# What each axis may send. Every mesh sums gradients and counts; MLA gathers latents, and their gradient is scattered.
+# What each axis may send. Every mesh sums gradients and counts; MLA gathers latents,
+# whose gradient is scattered, and trades halves of queries.
 COLLECTIVES = {
     "data": {"all-reduce"},
     "fsdp": {"all-reduce", "all-gather", "reduce-scatter"},
     "expert": {"all-reduce", "all-to-all"},
     "context": {"all-reduce", "collective-permute", "all-gather", "reduce-scatter"},
-    "heads": {"all-reduce", "all-to-all", "all-gather", "reduce-scatter"},
+    "heads": {"all-reduce", "all-to-all", "collective-permute", "all-gather", "reduce-scatter"},
     "tensor": {"all-reduce"},
 }
 

@@ -155,10 +155,10 @@ def text(size: int) -> str:
     return f"{size / GIB:.2g} GiB" if size < 10 * GIB else f"{size / GIB:.0f} GiB"
 
 
-def table() -> str:
-    """The table of the guide."""
+def table(first: int | None = None) -> str:
+    """The table of the guide, or its first rows."""
     lines = ["| model | parameters | inference | full | LoRA | LoRA, int8 | LoRA, NF4 |", "|---" * 7 + "|"]
-    for name, config in models().items():
+    for name, config in list(models().items())[:first]:
         modes = [training(config, mode) for mode in ("full", "lora", "int8", "nf4")]
         total = count(shapes(config, "inference", "bfloat16")[0])
         amount = f"{total / 1e9:.1f} billion" if total > 1e9 else f"{total / 1e6:.1f} million"

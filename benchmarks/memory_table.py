@@ -7,6 +7,7 @@ models here, and prints what XLA says they take beside what the formula says.
 
 import argparse
 import dataclasses
+import functools
 import math
 
 import equinox as eqx
@@ -43,9 +44,9 @@ def models() -> dict[str, kz.KimiLinearConfig]:
 
     return {
         "kimi-linear-stdlib-5m": bundled,
-        "20M": SMALL,
-        "1B": narrower(768, 6, 16, 384),
-        "7B": narrower(1536, 16, 64, 640),
+        "of the benchmarks": SMALL,
+        "between": narrower(768, 6, 16, 384),
+        "between, larger": narrower(1536, 16, 64, 640),
         "Kimi Linear 48B-A3B": large,
     }
 
@@ -63,6 +64,7 @@ def build(config: kz.KimiLinearConfig, mode: str, dtype: str):
     return model, kz.training.lora_leaves(model)
 
 
+@functools.cache
 def shapes(config: kz.KimiLinearConfig, mode: str, dtype: str):
     """As `build`, with shapes in the place of arrays."""
     return eqx.filter_eval_shape(lambda: build(config, mode, dtype))
@@ -97,7 +99,7 @@ def layer_numbers(config: kz.KimiLinearConfig, layer: int) -> int:
 def activations(config: kz.KimiLinearConfig, tokens: int, itemsize: int, *, remat: bool) -> int:
     """Bytes kept for the gradient. With `--remat full` the layers of a unit of the stack at a time, and the residual
     stream at about `2 * sqrt(units)` places; and a piece of the logits in float32, with its derivative."""
-    model, _ = shapes(config, "full", "float32")
+    model, _ = shapes(config, "inference", "bfloat16")
     per_layer = [layer_numbers(config, layer) for layer in range(config.num_hidden_layers)]
     units = zip(model.layers.sections, model.layers.repeats, strict=True)
     kept, widest, start = 0, 0, 0
@@ -153,6 +155,17 @@ def text(size: int) -> str:
     return f"{size / GIB:.2g} GiB" if size < 10 * GIB else f"{size / GIB:.0f} GiB"
 
 
+def table(first: int | None = None) -> str:
+    """The table of the guide, or its first rows."""
+    lines = ["| model | parameters | inference | full | LoRA | LoRA, int8 | LoRA, NF4 |", "|---" * 7 + "|"]
+    for name, config in list(models().items())[:first]:
+        modes = [training(config, mode) for mode in ("full", "lora", "int8", "nf4")]
+        total = count(shapes(config, "inference", "bfloat16")[0])
+        amount = f"{total / 1e9:.1f} billion" if total > 1e9 else f"{total / 1e6:.1f} million"
+        lines.append(f"| {name} | {amount} | " + " | ".join(map(text, (inference(config), *modes))) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compile steps of the two smallest models")
@@ -169,12 +182,7 @@ def main() -> None:
                     flush=True,
                 )
         return
-    print("| model | parameters | inference | full | LoRA | LoRA, int8 | LoRA, NF4 |\n|---|---|---|---|---|---|---|")
-    for name, config in models().items():
-        modes = [training(config, mode) for mode in ("full", "lora", "int8", "nf4")]
-        total = count(shapes(config, "inference", "bfloat16")[0])
-        amount = f"{total / 1e9:.1f} billion" if total > 1e9 else f"{total / 1e6:.1f} million"
-        print(f"| {name} | {amount} | " + " | ".join(map(text, (inference(config), *modes))) + " |", flush=True)
+    print(table())
 
 
 if __name__ == "__main__":

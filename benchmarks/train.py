@@ -1,14 +1,18 @@
 """Training steps of the reference model (20.9 million parameters): tokens per second and memory; packing; depth.
 
-Run as `python benchmarks/train.py FOLDER`, a folder as `benchmarks/compare.py --make` writes it. Prints a line per
-measurement: the step at 2 rows of 512 tokens, a row of 8192 tokens as one document and as 20, and the compiled
-temporary memory of gradients against depth with and without rematerialisation.
+Run as `python benchmarks/train.py FOLDER`, a folder as `benchmarks/compare.py --write` writes it. Prints a line per
+measurement: the step at 2 rows of 512 tokens with and without rematerialisation, what reading a batch and writing a
+line of metrics take beside it, a row of 8192 tokens as one document and as 20, and the compiled temporary memory of
+gradients against depth. Peaks are of the process so far, compiling included; with `JAX_COMPILATION_CACHE_DIR` set and
+everything compiled before, they are of the steps alone.
 """
 
 import argparse
 import dataclasses
 import resource
+import tempfile
 import time
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -17,6 +21,7 @@ import jax.random as jr
 import numpy as np
 
 import kimi_zoo as kz
+from kimi_zoo.training.metrics import MetricsLog
 from kimi_zoo.training.optimizers import make_optimizer
 from kimi_zoo.training.packing import Batch
 from kimi_zoo.training.step import StepOptions, gradients, start, train_step
@@ -72,6 +77,23 @@ def temporary_mib(layers: int, remat: bool) -> float:
     return jax.jit(run).lower(arrays, shapes).compile().memory_analysis().temp_size_in_bytes / 2**20
 
 
+def overhead(batches: int = 50) -> tuple[float, float]:
+    """Seconds to read a batch of 2 packed rows of 512 tokens, and to write a line of metrics."""
+    tokenizer = kz.load_tokenizer("kimi-linear-stdlib-5m")
+    rows = Path(__file__).parent.parent / "examples" / "data" / "docstrings.jsonl"
+    with tempfile.TemporaryDirectory() as scratch, MetricsLog(Path(scratch), lambda _line: None) as log:
+        data = kz.training.prepare([rows], tokenizer, Path(scratch) / "data", seq_length=512)
+        source = kz.training.Batches(data, np.arange(len(data)), seq_length=512, shape=(1, 2), seed=0)
+        log.keep(0)
+        began = time.perf_counter()
+        for _ in source.read(0, batches):
+            pass
+        between = time.perf_counter()
+        for number in range(batches):
+            log.write({"step": number, "loss": 1.0, "tokens": 1024, "learning_rate": 1e-4, "seconds": 1.0})
+        return (between - began) / batches, (time.perf_counter() - between) / batches
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
@@ -80,9 +102,14 @@ def main() -> None:
     args = parser.parse_args()
     model = kz.from_pretrained(args.folder, dtype="float32")
     vocab = model.config.vocab_size
-    seconds = best_step(model, batch(2, 512, 1, vocab), StepOptions(), args.repeats)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"step, 2 rows of 512: {1024 / seconds:.0f} tokens/s, peak {peak:.2f} GiB", flush=True)
+    for remat in (True, False):
+        seconds = best_step(model, batch(2, 512, 1, vocab), StepOptions(remat=remat), args.repeats)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        how = ", remat" if remat else ""
+        print(f"step, 2 rows of 512{how}: {1024 / seconds:.0f} tokens/s, peak {peak:.2f} GiB", flush=True)
+    reading, writing = overhead()
+    share = (reading + writing) / seconds
+    print(f"reading a batch {reading * 1e3:.2f} ms, metrics {writing * 1e3:.2f} ms: {share:.2%} of a step", flush=True)
     for documents in (1, 20):
         seconds = best_step(model, batch(1, 8192, documents, vocab), StepOptions(remat=True), max(1, args.repeats // 2))
         print(f"step, a row of 8192 in {documents} documents, remat: {8192 / seconds:.0f} tokens/s", flush=True)

@@ -30,10 +30,11 @@ _MODULES = {
         "KimiLinearConfig",
         "replace_layer",
     ),
+    "kimi_zoo.parallel.axes": ("Parallelism", "make_mesh"),
     "kimi_zoo.tokenizers": ("load_tokenizer",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
-_SUBMODULES = ("checkpoints", "generation", "layers", "models", "ops", "training")
+_SUBMODULES = ("checkpoints", "generation", "layers", "models", "ops", "parallel", "training")
 
 __all__ = [*_HOME, *_SUBMODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 

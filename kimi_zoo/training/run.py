@@ -127,6 +127,8 @@ def finetune(
                 batch = spread_tokens(batch, parallelism, leading=1)
                 state, metrics = train_step((parts.frozen, batch, parts.optimizer, parts.options), state)
                 line = _line(number, metrics, float(np.asarray(parts.rate(number - 1))), began) | initial
+                if parallelism is not None and parallelism.expert_capacity is not None:
+                    line["dropped_pairs"] = int(metrics.dropped)
                 initial, began = {}, time.perf_counter()
                 if not bool(metrics.finite):
                     skipped += 1

@@ -109,7 +109,8 @@ def test_evaluating_and_generating_together(folder):
     assert json.loads(together[0][0])["loss"] == pytest.approx(alone["loss"], rel=1e-5) and not together[1][0]
     generate = ("generate", "model", "def", "--max-new-tokens", 6, "--temperature", 0, "--json", "--quiet")
     tokens = lambda results: json.loads(results[0][0])["samples"][0]["tokens"]
-    assert tokens(finish(start(folder, 2, *generate, "--mesh", "tensor=2"))) == tokens(finish(start(folder, 1, *generate)))
+    together = tokens(finish(start(folder, 2, *generate, "--mesh", "tensor=2")))
+    assert together == tokens(finish(start(folder, 1, *generate)))
 
 
 def test_what_the_variables_lack_is_told(folder):

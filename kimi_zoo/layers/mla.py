@@ -14,10 +14,11 @@ from kimi_zoo.layers.checks import check_axes, check_sizes
 from kimi_zoo.layers.linear import Linear
 from kimi_zoo.layers.norm import RMSNorm
 from kimi_zoo.ops.attention import causal_attention, latent_attention
-from kimi_zoo.ops.attention_context import context_attention
+from kimi_zoo.ops.blockwise_attention import blockwise_attention
 from kimi_zoo.ops.rope import apply_rope, rope_frequencies, yarn_mscale
 
 LATENT_NORM_EPS = 1e-6  # of the norms on latents in the published models, whatever `rms_norm_eps` says
+SHORT_ROW = 2048  # tokens up to which a row's keys and scores are formed as a whole
 
 
 class Rope(eqx.Module):
@@ -194,11 +195,11 @@ class MultiHeadLatentAttention(eqx.Module):
         """
         check_axes(x.shape)
         query, (latent, key_rope) = self._queries(x, positions), self._latents(x, positions)
-        if context_axis is None:
+        if context_axis is None and x.shape[1] <= SHORT_ROW:
             key, value = self._expand(latent, key_rope)
             output = causal_attention(query, key, value, scale=self.scale, segment_ids=segment_ids)
         else:
-            output = context_attention(
+            output = blockwise_attention(
                 query,
                 latent,
                 key_rope,

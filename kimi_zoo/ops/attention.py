@@ -21,8 +21,7 @@ def causal_attention(
     """`softmax(scale * query key^T) value` over the tokens of the same document up to the query's own.
 
     Queries are taken in blocks, each against the keys before its end only, so that about half of the products are never
-    computed; from 8 blocks on, blocks are rematerialised in the backward pass and scores never exist for the whole
-    sequence at once. Scores and sums are float32.
+    computed. Scores and sums are float32, and kept for the derivative: for long rows see `blockwise_attention`.
 
     **Arguments:** `segment_ids`: 1, 2, ... for packed documents, 0 for padding (output 0, and never attended to).
 
@@ -35,12 +34,8 @@ def causal_attention(
         query, key, value = (
             jnp.where((segment_ids > 0)[..., None, None], x, jnp.zeros((), x.dtype)) for x in (query, key, value)
         )
-    block = _attend_block
-    if seq > 8 * block_size:
-        block_size = -(-seq // 16)
-        block = jax.checkpoint(_attend_block, static_argnums=(5,))
     outputs = [
-        block(
+        _attend_block(
             query[:, start : start + block_size],
             key[:, : start + block_size],
             value[:, : start + block_size],

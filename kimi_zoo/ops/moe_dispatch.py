@@ -3,13 +3,16 @@
 For use inside `jax.shard_map`. Left to the compiler, the exchange would gather all tokens on every device.
 """
 
+import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from kimi_zoo.ops.moe import combine, expert_mlps
+from kimi_zoo.ops.varying import vary_alike
 
 
 def dispatched_expert_mlps(
@@ -26,7 +29,8 @@ def dispatched_expert_mlps(
 ) -> Float[Array, "tokens hidden"]:
     """As `expert_mlps`, with the experts split over the mesh axis `expert_axis`, in order.
 
-    Rows go out and come back in two all-to-alls, `[devices, places, hidden]`.
+    Rows go out and come back in two all-to-alls: padded ones, `[devices, places, hidden]`, where the program is lowered
+    to a CPU; elsewhere ragged ones, which send no empty places.
 
     **Arguments:**
 
@@ -37,6 +41,24 @@ def dispatched_expert_mlps(
 
     **Source:** GShard (arXiv:2006.16668), section 3; capacity as in Switch Transformers (arXiv:2101.03961).
     """
+    arguments = vary_alike((x, expert_ids, expert_weights, gate, up, down))
+    form = functools.partial(functools.partial, expert_axis=expert_axis, capacity=capacity, limit=limit)
+    return jax.lax.platform_dependent(*arguments, cpu=form(_padded), default=form(_ragged))
+
+
+def _padded(
+    x: Array,
+    expert_ids: Array,
+    expert_weights: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    *,
+    expert_axis: str,
+    capacity: float | None,
+    limit: float | int | None,
+) -> Array:
+    """Every device sends every other as many rows as there are places, empty ones included."""
     tokens, top_k = expert_ids.shape
     devices, local = jax.lax.axis_size(expert_axis), gate.shape[0]
     places = places_per_device(tokens, top_k, local, devices, capacity)
@@ -55,11 +77,82 @@ def dispatched_expert_mlps(
         return jax.lax.all_to_all(rows, expert_axis, 0, 0, tiled=True).reshape(nowhere, *rows.shape[2:])
 
     rows = exchange(jnp.take(x, source, axis=0, mode="fill", fill_value=0))
-    expert = exchange(expert)
-    whole = jnp.where(expert < local, 1.0, 0.0).astype(jnp.float32)
-    outputs = exchange(expert_mlps(rows, expert[:, None], whole[:, None], gate, up, down, limit=limit))
+    outputs = exchange(_run(rows, exchange(expert), gate, up, down, limit))
     where = jnp.full(flat.size, nowhere).at[order].set(place).reshape(tokens, top_k)
     return combine(jnp.take(outputs, where, axis=0, mode="fill", fill_value=0), expert_weights, x.dtype)
+
+
+def _run(rows: Array, expert: Array, gate: Array, up: Array, down: Array, limit: float | int | None) -> Array:
+    """Each row through its expert; rows of none, a number beyond the last, give 0."""
+    some = jnp.where(expert < gate.shape[0], 1.0, 0.0).astype(jnp.float32)
+    return expert_mlps(rows, expert[:, None], some[:, None], gate, up, down, limit=limit)
+
+
+class _Route(NamedTuple):
+    """Which rows go where in a ragged exchange: for each device, where they start here, how many are sent, where they
+    start there, and how many are received from it."""
+
+    start: Int32[Array, " devices"]
+    sent: Int32[Array, " devices"]
+    start_there: Int32[Array, " devices"]
+    received: Int32[Array, " devices"]
+
+
+def _ragged(
+    x: Array,
+    expert_ids: Array,
+    expert_weights: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    *,
+    expert_axis: str,
+    capacity: float | None,
+    limit: float | int | None,
+) -> Array:
+    """Only rows that there are go out and back; what arrives stands together, in the order of the devices."""
+    tokens, top_k = expert_ids.shape
+    devices, local = jax.lax.axis_size(expert_axis), gate.shape[0]
+    places = places_per_device(tokens, top_k, local, devices, capacity)
+    flat = expert_ids.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    mine = jnp.bincount(flat, length=devices * local).reshape(devices, local).astype(jnp.int32)
+    counts = jax.lax.all_gather(mine, expert_axis)  # [from, to, expert of it]
+    kept = jnp.diff(jnp.minimum(jnp.cumsum(counts, axis=-1), places), axis=-1, prepend=0)
+    sizes = jnp.sum(kept, axis=-1)  # [from, to]
+    before = jnp.cumsum(jnp.sum(counts, axis=-1), axis=1) - jnp.sum(counts, axis=-1)  # where they start at their source
+    arrival = jnp.cumsum(sizes, axis=0) - sizes  # where they start at their destination
+    here = jax.lax.axis_index(expert_axis)
+    out = _Route(before[here], sizes[here], arrival[here], sizes[:, here])
+    back = _Route(arrival[:, here], sizes[:, here], before[:, here], sizes[here])
+
+    rows = _exchange(x[order // top_k], devices * places, out, back, expert_axis)
+    numbers = jnp.tile(jnp.arange(local, dtype=jnp.int32), devices)
+    expert = jnp.repeat(numbers, kept[:, here].reshape(-1), total_repeat_length=devices * places)
+    expert = jnp.where(jnp.arange(devices * places) < jnp.sum(sizes[:, here]), expert, local)
+    outputs = _exchange(_run(rows, expert, gate, up, down, limit), flat.size, back, out, expert_axis)
+    return combine(outputs[jnp.argsort(order)].reshape(tokens, top_k, -1), expert_weights, x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 4))
+def _exchange(rows: Float[Array, "rows hidden"], length: int, out: _Route, back: _Route, axis: str) -> Array:
+    """What arrives here, zeros behind it. The derivative goes back the same way."""
+    empty = jnp.zeros_like(rows, shape=(length, rows.shape[1]))
+    rows, empty, *out = vary_alike((rows, empty, *out))
+    return jax.lax.ragged_all_to_all(rows, empty, *out, axis_name=axis)
+
+
+def _exchange_forward(rows: Array, length: int, out: _Route, back: _Route, axis: str):
+    # an empty slice stands for the number of rows, which is no array
+    return _exchange(rows, length, out, back, axis), (rows[:, :0], out, back)
+
+
+def _exchange_backward(length: int, axis: str, saved: tuple, cotangent: Array):
+    rows, out, back = saved
+    return _exchange(cotangent, rows.shape[0], back, out, axis), None, None
+
+
+_exchange.defvjp(_exchange_forward, _exchange_backward)
 
 
 def places_per_device(tokens: int, top_k: int, local_experts: int, devices: int, capacity: float | None) -> int:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import kimi_zoo as kz
 from kimi_zoo.ops.attention import causal_attention
-from kimi_zoo.ops.attention_context import context_attention
+from kimi_zoo.ops.blockwise_attention import blockwise_attention
 
 HEADS_FIRST = P("tensor")
 OUTPUT = P(None, "tensor")
@@ -134,7 +134,7 @@ def test_attention_in_blocks(packed):
 
     def split(query, latent, key_rope, kv_up, ids):
         options = dict(scale=0.4, context_axis="expert", block_size=3)
-        return context_attention(query, latent, key_rope, kv_up, segment_ids=ids, **options)
+        return blockwise_attention(query, latent, key_rope, kv_up, segment_ids=ids, **options)
 
     tokens = P(None, "expert")
     specs = (tokens, tokens, tokens, P(), tokens)

@@ -85,12 +85,43 @@ def test_long_rows_in_blocks_equal_one_block(getkey):
     v = jr.normal(getkey(), (2, 40, 3, 4))
     ids = jnp.asarray([[1] * 11 + [2] * 20 + [0] * 9, [1] * 40])
     whole = lambda *args: causal_attention(*args, scale=0.3, segment_ids=ids, block_size=64)
-    for block_size in (16, 4, 2):  # several blocks; rematerialised ones
+    for block_size in (16, 4, 2):
         parts = lambda *args: causal_attention(*args, scale=0.3, segment_ids=ids, block_size=block_size)
         expected, expected_vjp = jax.vjp(whole, q, k, v)
         actual, actual_vjp = jax.vjp(parts, q, k, v)
         assert_close(actual, expected, atol=1e-6)
         assert_close(actual_vjp(expected), expected_vjp(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("block_size", [64, 16, 5])
+def test_keys_expanded_block_by_block(getkey, block_size):
+    """Long rows on one device: output and every gradient, with documents and padding, blocks that divide or do not."""
+    from kimi_zoo.ops.attention import causal_attention
+    from kimi_zoo.ops.blockwise_attention import blockwise_attention
+
+    shapes = {"query": (2, 40, 3, 7), "latent": (2, 40, 6), "key_rope": (2, 40, 2), "kv_up": (3, 9, 6)}
+    arrays = {name: jr.normal(getkey(), shape) for name, shape in shapes.items()}
+    ids = jnp.asarray([[1] * 11 + [0] * 3 + [2] * 17 + [0] * 9, [1] * 40])
+
+    def whole(query, latent, key_rope, kv_up):
+        key, value = jnp.split(jnp.einsum("btr,her->bthe", latent, kv_up), [5], axis=-1)
+        shared = jnp.broadcast_to(key_rope[:, :, None], (2, 40, 3, 2))
+        return causal_attention(query, jnp.concatenate([key, shared], -1), value, scale=0.3, segment_ids=ids)
+
+    blocks = lambda **arrays: blockwise_attention(**arrays, scale=0.3, segment_ids=ids, block_size=block_size)
+    expected, expected_vjp = jax.vjp(lambda arrays: whole(**arrays), arrays)
+    actual, actual_vjp = jax.vjp(lambda arrays: blocks(**arrays), arrays)
+    assert_close(actual, expected, rtol=2e-6)
+    assert_close(actual_vjp(expected), expected_vjp(expected), rtol=5e-6)
+
+
+def test_long_rows_take_the_form_for_them(getkey, monkeypatch):
+    layer, x = make(getkey()), jr.normal(getkey(), (1, 9, 16))
+    run = lambda x: layer(x, positions=jnp.arange(9)[None], segment_ids=jnp.asarray([[1] * 4 + [2] * 5]))
+    expected = run(x)
+    monkeypatch.setattr("kimi_zoo.layers.mla.SHORT_ROW", 8)
+    assert "while" in str(jax.make_jaxpr(run)(x)) or "scan" in str(jax.make_jaxpr(run)(x))
+    assert_close(run(x), expected, rtol=2e-6)
 
 
 def test_cache_read_in_blocks(getkey):

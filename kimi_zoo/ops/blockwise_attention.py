@@ -1,14 +1,14 @@
-"""Causal attention with latents over rows that are split across devices.
+"""Causal attention with latents, block by block: for long rows, and for rows that are split across devices.
 
-Every rank gathers the latents of the whole rows, a few hundred numbers per token for all heads together, and attends
-with its own queries. Keys and values are expanded from the latents of one block at a time, softmax statistics are
-merged from block to block, and blocks that no query here may see are skipped. The derivative keeps the output and the
-log of the softmax sums, gathers again and computes everything else again, so that what is kept is of the size of this
-rank's part, and the latents' gradients go back to their ranks in one reduce-scatter.
+Keys and values are expanded from the latents of one block at a time, softmax statistics are merged from block to block,
+and blocks that no query may see, future ones and those of other documents, are skipped. The derivative keeps the output
+and the log of the softmax sums and computes everything else again, so that memory grows with the length alone.
 
-Later queries see more keys: with n ranks the last one would have 2 - 1/n times the mean of the work. So ranks r and
-n - 1 - r first trade the later halves of their queries: of the 2n halves of a row each has the ones numbered 2r and
-2n - 1 - 2r, which together are the same work everywhere. Parts of odd length stay where they are.
+Where rows are split, every rank gathers the latents of the whole rows, a few hundred numbers per token for all heads
+together, and attends with its own queries; the latents' gradients go back to their ranks in one reduce-scatter. Later
+queries see more keys: with n ranks the last one would have 2 - 1/n times the mean of the work. So ranks r and n - 1 - r
+first trade the later halves of their queries: of the 2n halves of a row each has the ones numbered 2r and 2n - 1 - 2r,
+which together are the same work everywhere. Parts of odd length stay where they are.
 """
 
 import dataclasses
@@ -21,52 +21,57 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kimi_zoo.ops.attention import MASKED
 from kimi_zoo.ops.context import Axes, axis_size, row_part
+from kimi_zoo.ops.packing import segment_runs
 from kimi_zoo.ops.varying import vary_alike, zeros_like
 
 NO_DOCUMENT = jnp.iinfo(jnp.int32).max
 
 
-def context_attention(
+def blockwise_attention(
     query: Float[Array, "batch seq heads dim"],
     latent: Float[Array, "batch seq rank"],
     key_rope: Float[Array, "batch seq rope_dim"],
     kv_up: Float[Array, "heads expanded rank"],
     *,
     scale: float,
-    context_axis: Axes,
+    context_axis: Axes | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
     block_size: int = 512,
 ) -> Float[Array, "batch seq heads value_dim"]:
-    """`kimi_zoo.ops.attention.causal_attention` on keys and values expanded from latents, inside `jax.shard_map`.
+    """`kimi_zoo.ops.attention.causal_attention` on keys and values expanded from latents.
 
     A head's key is `kv_up[:, :dim - rope_dim] latent` and, behind it, `key_rope`; its value is the rest of
     `kv_up latent`. Scores and sums are float32.
 
     **Arguments:**
 
-    - `query`, `latent`, `key_rope`, `segment_ids`: of this rank's part of the rows. Documents 1, 2, ..., padding 0
-        (output 0, and never attended to).
-    - `context_axis`: the mesh axis, or axes, over which rows are split into consecutive parts, the last one innermost.
+    - `query`, `latent`, `key_rope`, `segment_ids`: of the rows, or of this rank's part of them. Documents 1, 2, ...,
+        padding 0 (output 0, and never attended to).
+    - `context_axis`: inside `jax.shard_map`, the mesh axis, or axes, over which rows are split into consecutive parts,
+        the last one innermost.
     - `block_size`: tokens, of queries and of keys, that are looked at together.
 
     **Returns:** the attention output in the dtype of the latents.
     """
-    axis_size(context_axis, "context_axis")
+    if context_axis is not None:
+        axis_size(context_axis, "context_axis")
     own_dim = query.shape[-1] - key_rope.shape[-1]
     if query.shape[1] == 0:
         return jnp.zeros((*query.shape[:3], kv_up.shape[1] - own_dim), latent.dtype)
     if segment_ids is None:
         documents = jnp.ones(query.shape[:2], jnp.int32)
     else:
-        documents = row_part(segment_ids, context_axis).documents.astype(jnp.int32)
+        split = context_axis is not None
+        documents = row_part(segment_ids, context_axis).documents if split else segment_runs(segment_ids)
+        documents = documents.astype(jnp.int32)
         # 0 * NaN is NaN: what padding holds must not reach the products
         real = (documents > 0)[..., None]
         latent, key_rope = (jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (latent, key_rope))
         query = jnp.where(real[..., None], query, jnp.zeros((), query.dtype))
     operands = _Operands(query, jnp.concatenate([latent, key_rope], axis=-1), kv_up.astype(latent.dtype))
     operands, documents = vary_alike((operands, documents))
-    axes = (context_axis,) if isinstance(context_axis, str) else context_axis
-    pieces = 2 if query.shape[1] % 2 == 0 else 1
+    axes = (context_axis,) if isinstance(context_axis, str) else context_axis or ()
+    pieces = 2 if axes and query.shape[1] % 2 == 0 else 1
     block = min(block_size, query.shape[1] // pieces)
     static = _Static(scale, axes, pieces, block, latent.shape[-1], own_dim)
     if pieces == 1:
@@ -92,7 +97,7 @@ class _Operands(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class _Static:
     scale: float
-    axes: tuple[str, ...]
+    axes: tuple[str, ...]  # none where rows are whole
     pieces: int  # in which the queries here follow one another
     block: int
     rank: int  # of the latent
@@ -197,9 +202,10 @@ def _attend_backward(static: _Static, residuals: tuple, d_output: Array):
 
     start = tuple(zeros_like(x.astype(jnp.float32)) for x in (queries.query, operands.kv_up))
     (d_query, d_kv_up), d_cached = jax.lax.scan(over_keys, start, keys)
-    whole = operands.cached.shape[1] * jax.lax.axis_size(static.axes)
-    d_cached = _join_blocks(d_cached, whole).astype(jnp.float32)
-    d_cached = jax.lax.psum_scatter(d_cached, static.axes, scatter_dimension=1, tiled=True)
+    ranks, _ = _ranks(static)
+    d_cached = _join_blocks(d_cached, operands.cached.shape[1] * ranks).astype(jnp.float32)
+    if static.axes:
+        d_cached = jax.lax.psum_scatter(d_cached, static.axes, scatter_dimension=1, tiled=True)
     d_operands = _Operands(_join_queries(d_query, operands.query.shape[1], static), d_cached, d_kv_up)
     return jax.tree.map(lambda x, like: x.astype(like.dtype), d_operands, operands), None
 
@@ -208,12 +214,12 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _blocked(operands: _Operands, documents: Array, static: _Static) -> tuple[_Queries, _Keys]:
-    """This rank's queries and the keys of the whole rows, cut into blocks."""
-    ranks, rank = jax.lax.axis_size(static.axes), jax.lax.axis_index(static.axes)
+    """The queries here and the keys of the whole rows, cut into blocks."""
+    ranks, rank = _ranks(static)
     seq = operands.query.shape[1]
     length = seq // static.pieces
     pieces = [rank * seq, (2 * ranks - 1 - 2 * rank) * length][: static.pieces]
-    gather = lambda x: jax.lax.all_gather(x, static.axes, axis=1, tiled=True)
+    gather = lambda x: jax.lax.all_gather(x, static.axes, axis=1, tiled=True) if static.axes else x
     documents, cached = gather(documents), gather(operands.cached)
     own = jnp.concatenate([jax.lax.dynamic_slice_in_dim(documents, x, length, axis=1) for x in pieces], axis=1)
     starts = lambda length: jnp.arange(0, length, static.block, dtype=jnp.int32)
@@ -221,6 +227,13 @@ def _blocked(operands: _Operands, documents: Array, static: _Static) -> tuple[_Q
     keys = (_split_blocks(x, static.block) for x in (documents, cached))
     queries = (_split_queries(x, static) for x in (own, operands.query))
     return _Queries(places, *queries), _Keys(starts(documents.shape[1]), *keys)
+
+
+def _ranks(static: _Static) -> tuple[int, Int[Array, ""]]:
+    """How many parts rows are split into, and which one is here."""
+    if not static.axes:
+        return 1, jnp.int32(0)
+    return jax.lax.axis_size(static.axes), jax.lax.axis_index(static.axes)
 
 
 def _split_queries(x: Shaped[Array, "batch seq ..."], static: _Static) -> Array:

@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from kimi_zoo.layers.checks import check_std
 from kimi_zoo.layers.mlp import MLP
-from kimi_zoo.ops.moe import expert_mlps, route
-from kimi_zoo.ops.moe_dispatch import dispatched_expert_mlps
+from kimi_zoo.ops.moe import route
+from kimi_zoo.ops.moe_dispatch import run_experts
 
 
 class Router(eqx.Module):
@@ -96,15 +96,10 @@ class Experts(eqx.Module):
         expert_axis: str | None = None,
         expert_capacity: float | None = None,
     ) -> Float[Array, "tokens hidden_size"]:
-        """The weighted sum over the experts that each token chose: see `kimi_zoo.ops.moe.expert_mlps`.
-
-        **Arguments:** inside `jax.shard_map`, the mesh axis over which the experts and the tokens are split, and the
-        room on each device: see `kimi_zoo.ops.moe_dispatch`.
-        """
-        arguments = (x, expert_ids, expert_weights, self.gate_proj, self.up_proj, self.down_proj)
-        if expert_axis is None:
-            return expert_mlps(*arguments, limit=limit)
-        return dispatched_expert_mlps(*arguments, expert_axis=expert_axis, capacity=expert_capacity, limit=limit)
+        """The weighted sum over the experts that each token chose: see `kimi_zoo.ops.moe_dispatch.run_experts`."""
+        matrices = (self.gate_proj, self.up_proj, self.down_proj)
+        options = {"expert_axis": expert_axis, "expert_capacity": expert_capacity}
+        return run_experts(x, expert_ids, expert_weights, *matrices, limit=limit, **options)
 
 
 class MoE(eqx.Module):
@@ -137,7 +132,7 @@ class MoE(eqx.Module):
         """Applied to every token by itself: what a token gives does not depend on which others there are, unless they
         fill the `expert_capacity`.
 
-        **Arguments:** see `Experts.__call__`.
+        **Arguments:** see `kimi_zoo.ops.moe_dispatch.run_experts`.
         """
         tokens = x.reshape(-1, x.shape[-1])
         options = {} if expert_axis is None else {"expert_axis": expert_axis, "expert_capacity": expert_capacity}

@@ -70,10 +70,11 @@ class KimiBlock(eqx.Module):
         """The first half of the block: what its MLP reads, before the norm."""
         mixed = self.input_norm(x)
         if isinstance(self.mixer, MultiHeadLatentAttention):
-            context = axes.sequence or None
-            mixed = self.mixer(mixed, positions=positions, segment_ids=segment_ids, context_axis=context)
-        else:
-            mixed = self.mixer(mixed, segment_ids=segment_ids, context_axis=axes.context, head_axis=axes.heads)
+            options = {"context_axis": axes.sequence} if axes.sequence else {}
+            mixed = self.mixer(mixed, positions=positions, segment_ids=segment_ids, **options)
+        else:  # a mixer that someone put in the place of KDA need not know of axes
+            options = {"context_axis": axes.context, "head_axis": axes.heads} if axes.sequence else {}
+            mixed = self.mixer(mixed, segment_ids=segment_ids, **options)
         return x + _sum_parts(mixed, axes.tensor)
 
     def feed(

@@ -15,6 +15,26 @@ from kimi_zoo.ops.moe import combine, expert_mlps
 from kimi_zoo.ops.varying import vary_alike
 
 
+def run_experts(
+    x: Float[Array, "tokens hidden"],
+    expert_ids: Int[Array, "tokens top_k"],
+    expert_weights: Float32[Array, "tokens top_k"],
+    gate: Float[Array, "experts inner hidden"],
+    up: Float[Array, "experts inner hidden"],
+    down: Float[Array, "experts hidden inner"],
+    *,
+    limit: float | int | None = None,
+    expert_axis: str | None = None,
+    expert_capacity: float | None = None,
+) -> Float[Array, "tokens hidden"]:
+    """`kimi_zoo.ops.moe.expert_mlps`, or with the mesh axis over which experts and tokens are split, inside
+    `jax.shard_map`, `dispatched_expert_mlps`."""
+    arguments = (x, expert_ids, expert_weights, gate, up, down)
+    if expert_axis is None:
+        return expert_mlps(*arguments, limit=limit)
+    return dispatched_expert_mlps(*arguments, expert_axis=expert_axis, capacity=expert_capacity, limit=limit)
+
+
 def dispatched_expert_mlps(
     x: Float[Array, "tokens hidden"],
     expert_ids: Int[Array, "tokens top_k"],

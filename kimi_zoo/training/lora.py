@@ -23,7 +23,7 @@ from kimi_zoo.checkpoints.tables import kimi_linear as table
 from kimi_zoo.layers.linear import Linear
 from kimi_zoo.layers.moe import Experts
 from kimi_zoo.models.kimi_linear import KimiLinear
-from kimi_zoo.ops.moe import expert_mlps
+from kimi_zoo.ops.moe_dispatch import run_experts
 from kimi_zoo.training.quantization import QuantizedExperts, QuantizedLinear, dequantized
 from kimi_zoo.training.trainable import matches
 
@@ -93,13 +93,13 @@ class LoRAExperts(eqx.Module):
         """As `gate_proj`."""
         return _added(self.base.down_proj, self.down_delta)
 
-    def __call__(self, *arguments: Array, limit: float | int | None = None) -> Array:
+    def __call__(self, *arguments: Array, **options: Any) -> Array:
         """As `Experts.__call__`; gradients compute everything anew: the sums, as large as the experts, are not kept."""
 
         def run(layer: LoRAExperts, *arguments: Array) -> Array:
             x, expert_ids, expert_weights = arguments
             matrices = (layer.gate_proj, layer.up_proj, layer.down_proj)
-            return expert_mlps(x, expert_ids, expert_weights, *matrices, limit=limit)
+            return run_experts(x, expert_ids, expert_weights, *matrices, **options)
 
         return jax.checkpoint(run)(self, *arguments)
 
@@ -243,9 +243,9 @@ def _sum(weight: Array, delta: Delta | None) -> Array:
     return (weight.astype(jnp.float32) + wide.matrix()).astype(weight.dtype)
 
 
-def adapter_tensors(model: KimiLinear) -> dict[str, Array]:
+def adapter_tensors(model: KimiLinear) -> dict[str, Any]:
     """The factors by their names in PEFT's files."""
-    tensors: dict[str, Array] = {}
+    tensors: dict[str, Any] = {}
     for target, delta in _deltas(model):
         for repeat, entry in enumerate(target.entries):
             for name, place in _matrices(entry, repeat, delta.a.shape):

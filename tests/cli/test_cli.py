@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -92,6 +93,7 @@ def test_interrupt_exits_with_130(environment, tmp_path):
     command = [sys.executable, "-m", "kimi_zoo", "generate", str(TINY), "--prompt-file", str(fifo)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with open(fifo, "w"):  # opens once the command has begun to read
+        time.sleep(0.5)  # a signal between opening and waiting for bytes would be looked at after the bytes
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "\n")

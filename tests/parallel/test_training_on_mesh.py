@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 from helpers import assert_close
 from jax.sharding import AxisType
-from mesh_cases import CONFIG, TOLERANCE, model_of, packed_batch, parallelism_of, steps_of
+from mesh_cases import (
+    CONFIG,
+    TOLERANCE,
+    batch_of_segments,
+    compiled_loss_and_gradients,
+    model_of,
+    packed_batch,
+    parallelism_of,
+    runs,
+    steps_of,
+)
 
 import kimi_zoo as kz
 from kimi_zoo.models.kimi_linear_partition import RULES
@@ -47,6 +57,17 @@ def test_state_falls_as_the_number_of_devices(model):
     for size in (2, 4, 8):
         part = bytes_of(steps_of(wide, [], parallelism_of({"fsdp": size}))[1])
         assert part < 1.15 * whole / size  # norms, convolutions and the like are not split
+
+
+def test_activations_fall_as_the_number_of_devices_along_a_row(model):
+    """Temporary memory of the gradient, by the compiler; a small part, such as parameters' gradients, does not fall."""
+    batch = batch_of_segments([runs(1000, 2000, 1000, 96)])
+    temporary = {}
+    for size in (2, 8):
+        mesh = parallelism_of({"context": size})
+        program = compiled_loss_and_gradients(place(model, mesh, RULES), batch, mesh)
+        temporary[size] = program.compiled.memory_analysis().temp_size_in_bytes
+    assert temporary[8] < 0.35 * temporary[2]
 
 
 def test_a_checkpoint_of_one_mesh_goes_on_on_another(model, expected, tmp_path):

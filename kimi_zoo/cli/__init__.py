@@ -9,9 +9,11 @@ import importlib
 import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import override
 
+from kimi_zoo.cli.runtime import in_a_job
 from kimi_zoo.cli.terminal import UsageError, complain, drop_output
 
 COMMANDS = ("generate", "inspect", "convert", "finetune", "evaluate", "fuse")
@@ -80,6 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character gets another one, not an error
+    code = _run(argv)
+    if code and in_a_job():  # an orderly exit would wait for the other processes, which may wait for this one
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         try:
             args = build_parser().parse_args(argv)
@@ -94,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return PIPE_CLOSED
     except Exception as error:
         if os.environ.get("KIMI_ZOO_DEBUG"):
-            raise
+            if not in_a_job():
+                raise
+            traceback.print_exc()
         return _report(error)
 
 
@@ -102,6 +114,12 @@ def _report(error: Exception) -> int:
     """Says what went wrong in one message. **Returns:** the exit code."""
     from kimi_zoo.checkpoints.files import CheckpointError
 
+    if in_a_job():
+        from kimi_zoo.parallel.processes import LostProcessError, is_lost_process
+
+        if isinstance(error, LostProcessError) or is_lost_process(error):
+            complain(f"{error}\nIf another process of the job ended first, its messages say why.")
+            return FAILED
     if isinstance(error, UsageError | CheckpointError):
         complain(str(error))
         return BAD_INPUT

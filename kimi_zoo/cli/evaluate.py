@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             mesh=args.mesh,
             progress=talks and not args.quiet and is_terminal(sys.stderr),
-            warn=(lambda _text: None) if args.quiet else complain,
+            warn=complain if talks and not args.quiet else (lambda _text: None),
         )
     except (DataError, ValueError) as error:
         raise UsageError(str(error)) from error

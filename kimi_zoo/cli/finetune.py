@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from typing import Any
 
@@ -106,7 +105,6 @@ def run(args: argparse.Namespace) -> int:
     talks = start_devices(args)
     args.quiet, args.tensorboard, args.json = args.quiet or not talks, args.tensorboard and talks, args.json and talks
     keep_compiled_programs()
-    from kimi_zoo.parallel.processes import LostProcessError
     from kimi_zoo.training.examples import DataError
     from kimi_zoo.training.lora import ALL_LINEAR
     from kimi_zoo.training.options import RunOptions
@@ -178,9 +176,6 @@ def run(args: argparse.Namespace) -> int:
         )
     except (DataError, ValueError) as error:
         raise UsageError(str(error)) from error
-    except LostProcessError as error:
-        complain(str(error))
-        os._exit(1)  # an orderly exit would wait for the lost process
     finally:
         bar.close()
     if args.json:

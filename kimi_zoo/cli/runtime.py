@@ -95,12 +95,17 @@ def start_devices(args: argparse.Namespace) -> bool:
     # libraries that connect processes print to the standard output, which belongs to the result
     own = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(own, "w")
+    sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, errors="replace")
     try:
         start_processes()
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from error
     return is_first()
+
+
+def in_a_job() -> bool:
+    """Whether this process has joined others."""
+    return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
 
 
 class CompileClock:

@@ -1,10 +1,12 @@
 """The mixture-of-experts block: router, routed experts, shared experts."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
 
 from kimi_zoo.layers.checks import check_std
 from kimi_zoo.layers.mlp import MLP
@@ -93,17 +95,16 @@ class Experts(eqx.Module):
         expert_weights: Float32[Array, "tokens top_k"],
         *,
         limit: float | int | None = None,
-        expert_axis: str | None = None,
-        expert_capacity: float | None = None,
+        **options: Any,
     ) -> Float[Array, "tokens hidden_size"]:
         """The weighted sum over the experts that each token chose: see `kimi_zoo.ops.moe_dispatch.run_experts`."""
         matrices = (self.gate_proj, self.up_proj, self.down_proj)
-        options = {"expert_axis": expert_axis, "expert_capacity": expert_capacity}
         return run_experts(x, expert_ids, expert_weights, *matrices, limit=limit, **options)
 
 
 class MoE(eqx.Module):
-    """Every token goes through `top_k` routed experts, weighted, and through all shared ones. No token is dropped.
+    """Every token goes through `top_k` routed experts, weighted, and through all shared ones. No token is dropped,
+    unless on several devices a capacity is set.
 
     **Source:** DeepSeekMoE (arXiv:2401.06066); DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
     """
@@ -128,6 +129,7 @@ class MoE(eqx.Module):
         *,
         expert_axis: str | None = None,
         expert_capacity: float | None = None,
+        real: Bool[Array, "*batch"] | None = None,
     ) -> Float[Array, "*batch hidden_size"]:
         """Applied to every token by itself: what a token gives does not depend on which others there are, unless they
         fill the `expert_capacity`.
@@ -135,6 +137,9 @@ class MoE(eqx.Module):
         **Arguments:** see `kimi_zoo.ops.moe_dispatch.run_experts`.
         """
         tokens = x.reshape(-1, x.shape[-1])
-        options = {} if expert_axis is None else {"expert_axis": expert_axis, "expert_capacity": expert_capacity}
+        options = {}
+        if expert_axis is not None:
+            real = None if real is None else real.reshape(-1)
+            options = {"expert_axis": expert_axis, "expert_capacity": expert_capacity, "real": real}
         y = self.experts(tokens, *self.router(tokens), limit=self.limit, **options).reshape(x.shape)
         return y if self.shared is None else y + self.shared(x)

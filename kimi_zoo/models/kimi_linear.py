@@ -57,7 +57,7 @@ class KimiBlock(eqx.Module):
     ) -> Float[Array, "batch seq hidden_size"]:
         """The residual stream after this block; see `KimiLinear.hidden_states` for the arguments."""
         x = self.mix(x, positions=positions, segment_ids=segment_ids, axes=axes)
-        return x + self.feed(self.post_norm(x), axes=axes)
+        return x + self.feed(self.post_norm(x), segment_ids=segment_ids, axes=axes)
 
     def mix(
         self,
@@ -78,11 +78,16 @@ class KimiBlock(eqx.Module):
         return x + _sum_parts(mixed, axes.tensor)
 
     def feed(
-        self, normed: Float[Array, "batch seq hidden_size"], *, axes: Axes = ONE_DEVICE
+        self,
+        normed: Float[Array, "batch seq hidden_size"],
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        axes: Axes = ONE_DEVICE,
     ) -> Float[Array, "batch seq hidden_size"]:
         """The second half of the block, behind the norm: what is added to the residual stream."""
         if isinstance(self.mlp, MoE):
-            y = self.mlp(normed, expert_axis=axes.expert, expert_capacity=axes.expert_capacity)
+            real = None if segment_ids is None else segment_ids > 0
+            y = self.mlp(normed, expert_axis=axes.expert, expert_capacity=axes.expert_capacity, real=real)
         else:
             y = self.mlp(normed)
         return _sum_parts(y, axes.tensor)
@@ -295,10 +300,9 @@ class KimiLinear(eqx.Module):
         `positions` must be given, and parameters split over `fsdp` be marked (`kimi_zoo.parallel`).
         """
         tokens, segment_ids, positions = self._check_tokens(tokens, segment_ids, positions)
-        options = {} if axes == ONE_DEVICE else {"axes": axes}  # a layer put in by `replace_layer` may know none
 
         def apply(x: Array, layer: Any) -> tuple[Array, None]:
-            return whole(layer)(x, positions=positions, segment_ids=segment_ids, **options), None
+            return apply_layer(whole(layer), x, positions=positions, segment_ids=segment_ids, axes=axes), None
 
         x, _ = self.layers.scan(apply, self.embed(tokens, axes), remat=keep_all_but_gathered if axes.fsdp else False)
         return self.norm(x)
@@ -405,6 +409,21 @@ class KimiLinear(eqx.Module):
             raise ValueError(
                 "`cache` was made for another model: its layers differ. Use `model.init_cache` of this one."
             )
+
+
+def apply_layer(layer: Any, x: Array, *, positions: Array, segment_ids: Array | None, axes: Axes) -> Array:
+    """A block, or whatever `replace_layer` put in its place, on the residual stream.
+
+    **Raises:** `TypeError` for another layer than a block where rows or heads are split over devices.
+    """
+    if isinstance(layer, KimiBlock):
+        return layer(x, positions=positions, segment_ids=segment_ids, axes=axes)
+    if axes.sequence or axes.tensor:
+        raise TypeError(
+            f"A layer of this model, a {type(layer).__name__}, is no `KimiBlock`, and cannot run where the mesh splits "
+            "rows or heads (context, heads, tensor): use data, fsdp and expert."
+        )
+    return layer(x, positions=positions, segment_ids=segment_ids)
 
 
 def _layer_cache(layer: Any, batch: int, capacity: int, dtype: DTypeLike) -> KDACache | MLACache:

@@ -8,8 +8,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from kimi_zoo.models.kimi_linear_config import KimiLinearConfig
-from kimi_zoo.parallel.axes import Parallelism
-from kimi_zoo.parallel.partition import Rules, mark_split, partition_specs
+from kimi_zoo.parallel.axes import Axes, Parallelism
+from kimi_zoo.parallel.partition import Rules, mark_split, name_of, partition_specs
 from kimi_zoo.parallel.split import is_split
 
 # Names below the layer; the first pattern that fits counts; a layer axis is never split. What is in no row is whole on
@@ -20,6 +20,8 @@ RULES: Rules = {
     "head.weight": ("tensor", "fsdp"),
     # both kinds of attention
     "mixer.output_proj.weight": ("fsdp", "tensor"),
+    "mixer.output_proj.bias": (),
+    "mixer.*_proj.bias": ("tensor",),
     "mixer.kv_down.weight": (None, "fsdp"),
     "mixer.*_proj.down.weight": (None, "fsdp"),
     "mixer.*_proj.up.weight": ("tensor", "fsdp"),
@@ -76,6 +78,7 @@ def over_mesh(
     """
     axes = parallelism.axes
     check_mesh(model.config, parallelism)
+    _check_biases(model, axes)
     for array in jax.tree.leaves(arrays):
         parallelism.check_tokens(*array.shape[:2])
     parameters, static = eqx.partition(model, eqx.is_array)
@@ -87,7 +90,18 @@ def over_mesh(
         return function(eqx.combine(parts, static, is_leaf=is_split), *arrays, axes)
 
     run = jax.shard_map(local, mesh=parallelism.mesh, in_specs=(specs, token_specs), out_specs=out_specs)
-    return run(parameters, arrays)
+    with jax.sharding.use_abstract_mesh(parallelism.mesh.abstract_mesh):  # whatever mesh the caller has set
+        return run(parameters, arrays)
+
+
+def _check_biases(model: Any, axes: Axes) -> None:
+    """**Raises:** `ValueError` for a bias that every device would add to its part of a sum."""
+    for path, _ in jax.tree_util.tree_leaves_with_path(model):
+        if axes.tensor and name_of(path)[0].endswith("output_proj.bias"):
+            raise ValueError(
+                f"{name_of(path)[0]} would be added once by every device along {axes.tensor!r}: a model with this bias "
+                "cannot be split over tensor."
+            )
 
 
 def logit_spec(config: KimiLinearConfig, parallelism: Parallelism) -> PartitionSpec:

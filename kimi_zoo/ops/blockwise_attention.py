@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kimi_zoo.ops.attention import MASKED
-from kimi_zoo.ops.context import Axes, axis_size, row_part
+from kimi_zoo.ops.context import AxisNames, axis_size, row_part
 from kimi_zoo.ops.packing import segment_runs
 from kimi_zoo.ops.varying import vary_alike, zeros_like
 
@@ -34,7 +34,7 @@ def blockwise_attention(
     kv_up: Float[Array, "heads expanded rank"],
     *,
     scale: float,
-    context_axis: Axes | None = None,
+    context_axis: AxisNames | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
     block_size: int = 512,
 ) -> Float[Array, "batch seq heads value_dim"]:

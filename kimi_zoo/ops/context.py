@@ -14,10 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kimi_zoo.ops.packing import present_ids, refuse_segments, segment_runs
 
-Axes = str | tuple[str, ...]
+AxisNames = str | tuple[str, ...]
 
 
-def axis_size(axes: Axes, argument: str) -> int:
+def axis_size(axes: AxisNames, argument: str) -> int:
     """Number of ranks along a mesh axis, or along several.
 
     **Raises:** `ValueError` naming the `argument` where the mesh has no such axis or no `jax.shard_map` is around.
@@ -83,7 +83,7 @@ def join_heads(x: Float[Array, "batch seq some_heads dim"], axis: str) -> Float[
 class RowPart:
     """Where a rank's part of packed rows stands in them. Documents are numbered 1, 2, ... over the whole row."""
 
-    axes: Axes
+    axes: AxisNames
     segment_ids: Int[Array, "batch seq"]
     documents: Int[Array, "batch seq"]  # 0 at padding
     before: Int[Array, " batch"]  # document of the last real token on ranks to the left, 0 where there is none
@@ -102,7 +102,7 @@ class RowPart:
         return (self.first > 0) & (self.before > 0) & (self.first != self.before)
 
 
-def row_part(segment_ids: Int[Array, "batch seq"], axes: Axes) -> RowPart:
+def row_part(segment_ids: Int[Array, "batch seq"], axes: AxisNames) -> RowPart:
     """Numbers documents over the whole row, from three integers per rank and row.
 
     As in `segment_runs`, an id that comes back after another one is another document; padding separates nothing.

@@ -53,8 +53,8 @@ def kda_chunked(
     The inputs are raw: normalisation, scale and gate are applied chunk by chunk.
     """
     tokens, states, a_log, dt_bias, segment_ids = inputs
-    seq = tokens.query.shape[1]
-    if seq == 0:
+    batch, seq = tokens.query.shape[:2]
+    if batch * seq == 0:
         return tokens.value, states
     chunk = chunk_size or min(DEFAULT_CHUNK_SIZE, 1 << (seq - 1).bit_length())
     if states.ndim == 5 and segment_ids is not None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from kimi_zoo.ops.moe import combine, expert_mlps
 from kimi_zoo.ops.varying import vary_alike
@@ -26,9 +26,12 @@ def run_experts(
     limit: float | int | None = None,
     expert_axis: str | None = None,
     expert_capacity: float | None = None,
+    real: Bool[Array, " tokens"] | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """`kimi_zoo.ops.moe.expert_mlps`, or with the mesh axis over which experts and tokens are split, inside
-    `jax.shard_map`, `dispatched_expert_mlps`."""
+    `jax.shard_map`, `dispatched_expert_mlps`. There, tokens that are not `real` are not sent, and give 0."""
+    if expert_axis is not None and real is not None:
+        expert_ids = without_padding(expert_ids, real, gate.shape[0] * jax.lax.axis_size(expert_axis))
     arguments = (x, expert_ids, expert_weights, gate, up, down)
     if expert_axis is None:
         return expert_mlps(*arguments, limit=limit)
@@ -54,7 +57,8 @@ def dispatched_expert_mlps(
 
     **Arguments:**
 
-    - `expert_ids`: of all experts, counted over the devices.
+    - `expert_ids`: of all experts, counted over the devices; the number behind the last stands for none, takes no place
+        and gives 0.
     - `capacity`: places for (token, expert) pairs on each device, as a multiple of an even share; pairs beyond it are
         dropped and give 0, those of later tokens first (`dropped_pairs` counts them). `None` makes room for all pairs
         that could come: none is dropped, in more memory.
@@ -62,8 +66,9 @@ def dispatched_expert_mlps(
     **Source:** GShard (arXiv:2006.16668), section 3; capacity as in Switch Transformers (arXiv:2101.03961).
     """
     arguments = vary_alike((x, expert_ids, expert_weights, gate, up, down))
-    form = functools.partial(functools.partial, expert_axis=expert_axis, capacity=capacity, limit=limit)
-    return jax.lax.platform_dependent(*arguments, cpu=form(_padded), default=form(_ragged))
+    options = {"expert_axis": expert_axis, "capacity": capacity, "limit": limit}
+    padded, ragged = (functools.partial(form, **options) for form in (_padded, _ragged))
+    return jax.lax.platform_dependent(*arguments, cpu=padded, default=ragged)
 
 
 def _padded(
@@ -86,9 +91,9 @@ def _padded(
     order = jnp.argsort(flat, stable=True)
     device = flat[order] // local
     counts = jnp.bincount(device, length=devices)
-    rank = jnp.arange(flat.size) - (jnp.cumsum(counts) - counts)[device]
+    rank = jnp.arange(flat.size) - (jnp.cumsum(counts) - counts)[jnp.minimum(device, devices - 1)]
     nowhere = devices * places
-    place = jnp.where(rank < places, device * places + rank, nowhere)
+    place = jnp.where((rank < places) & (device < devices), device * places + rank, nowhere)
     source = jnp.full(nowhere, tokens).at[place].set(order // top_k, mode="drop")
     expert = jnp.full(nowhere, local).at[place].set(flat[order] % local, mode="drop")
 
@@ -157,27 +162,37 @@ def _ragged(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 4))
 def _exchange(rows: Float[Array, "rows hidden"], length: int, out: _Route, back: _Route, axis: str) -> Array:
     """What arrives here, zeros behind it. The derivative goes back the same way."""
+    return _send(rows, length, out, axis)
+
+
+def _send(rows: Array, length: int, out: _Route, axis: str) -> Array:
     empty = jnp.zeros_like(rows, shape=(length, rows.shape[1]))
-    rows, empty, *out = vary_alike((rows, empty, *out))
-    return jax.lax.ragged_all_to_all(rows, empty, *out, axis_name=axis)
+    rows, empty, *route = vary_alike((rows, empty, *out))
+    return jax.lax.ragged_all_to_all(rows, empty, *route, axis_name=axis)
 
 
 def _exchange_forward(rows: Array, length: int, out: _Route, back: _Route, axis: str):
-    # an empty slice stands for the number of rows, which is no array
-    return _exchange(rows, length, out, back, axis), (rows[:, :0], out, back)
+    return _send(rows, length, out, axis), (rows[:, :0], back)  # an empty slice stands for the number of rows
 
 
 def _exchange_backward(length: int, axis: str, saved: tuple, cotangent: Array):
-    rows, out, back = saved
-    return _exchange(cotangent, rows.shape[0], back, out, axis), None, None
+    rows, back = saved
+    return _send(cotangent, rows.shape[0], back, axis), None, None
 
 
 _exchange.defvjp(_exchange_forward, _exchange_backward)
 
 
+def without_padding(
+    expert_ids: Int[Array, "tokens top_k"], real: Bool[Array, " tokens"], experts: int
+) -> Int[Array, "tokens top_k"]:
+    """The ids, and that of no expert for tokens that are not real."""
+    return jnp.where(real[:, None], expert_ids, jnp.asarray(experts, expert_ids.dtype))
+
+
 def places_per_device(tokens: int, top_k: int, local_experts: int, devices: int, capacity: float | None) -> int:
     """How many (token, expert) pairs one device can send to another."""
-    most = tokens * min(top_k, local_experts)
+    most = max(tokens * min(top_k, local_experts), 1)
     return most if capacity is None else min(most, math.ceil(capacity * tokens * top_k / devices))
 
 

@@ -116,12 +116,11 @@ def _convolve(
     activation: str | None,
 ) -> Float[Array, "batch seq channels"]:
     """The output at every token; a tap that reaches into another document reads 0."""
-    y = _sum_taps(extended, weight, bias, documents)
-    return (jax.nn.silu(y) if activation == "silu" else y).astype(extended.dtype)
+    return _activated_sum(extended, weight, bias, documents, activation)
 
 
 def _convolve_forward(extended, weight, bias, documents, activation):
-    return _convolve(extended, weight, bias, documents, activation), (extended, weight, bias, documents)
+    return _activated_sum(extended, weight, bias, documents, activation), (extended, weight, bias, documents)
 
 
 def _convolve_backward(activation: str | None, inputs: tuple, d_output: Array) -> tuple:
@@ -153,6 +152,13 @@ def _convolve_backward(activation: str | None, inputs: tuple, d_output: Array) -
 _convolve.defvjp(_convolve_forward, _convolve_backward)
 
 
+def _activated_sum(
+    extended: Array, weight: Array, bias: Array | None, documents: Array | None, activation: str | None
+) -> Float[Array, "batch seq channels"]:
+    y = _sum_taps(extended, weight, bias, documents)
+    return (jax.nn.silu(y) if activation == "silu" else y).astype(extended.dtype)
+
+
 def _sum_taps(
     extended: Array, weight: Array, bias: Array | None, documents: Array | None
 ) -> Float[Array, "batch seq channels"]:
@@ -177,12 +183,15 @@ def _taps(extended: Array, documents: Array | None, width: int) -> list[Float[Ar
 @jax.custom_vjp
 def _permute(x: Float[Array, "batch seq channels"], order: Int[Array, "batch seq"], back: Int[Array, "batch seq"]):
     """`x[b, order[b, i]]`; `back` is the inverse of `order`, so that no scatter is needed for the derivative."""
+    return _reordered(x, order)
+
+
+def _reordered(x: Array, order: Array) -> Array:
     return jnp.take_along_axis(x, order[..., None], axis=1)
 
 
 _permute.defvjp(
-    lambda x, order, back: (_permute(x, order, back), (order, back)),
-    lambda orders, d_output: (_permute(d_output, orders[1], orders[0]), None, None),
+    lambda x, order, back: (_reordered(x, order), back), lambda back, d_output: (_reordered(d_output, back), None, None)
 )
 
 

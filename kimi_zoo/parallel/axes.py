@@ -73,7 +73,10 @@ class Parallelism:
     expert_capacity: float | None = None
 
     def __post_init__(self):
-        """**Raises:** `ValueError` for axes of the mesh without a meaning, or a name that means two things."""
+        """**Raises:** `ValueError` for axes of the mesh without a meaning, a name that means two things, or a capacity
+        that is no number above 0 or has no use; `TypeError` for what is no mesh."""
+        if not isinstance(self.mesh, Mesh):
+            raise TypeError(f"`mesh` must be a jax.sharding.Mesh; got a {type(self.mesh).__name__}: see `make_mesh`.")
         names = [getattr(self, role) for role in ROLES]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -84,6 +87,11 @@ class Parallelism:
                 f"The mesh axis {unknown[0]!r} has no meaning: name axes {', '.join(ROLES)}, or say what it is, as in "
                 f"`Parallelism(mesh, context={unknown[0]!r})`."
             )
+        capacity = self.expert_capacity
+        if capacity is not None and not (isinstance(capacity, int | float) and 0 < capacity < math.inf):
+            raise ValueError(f"`expert_capacity` is a number above 0, such as 1.25, or None; got {capacity!r}.")
+        if capacity is not None and self.size("expert") == 1:
+            raise ValueError("`expert_capacity` is room for tokens sent over the axis expert, which this mesh lacks.")
         # left to the compiler where nothing is said: with explicit axes, every operation would need an annotation
         kinds = (AxisType.Auto,) * len(self.mesh.axis_names)
         object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=kinds))
@@ -133,10 +141,12 @@ def make_mesh(sizes: str | Mapping[str, int], devices: Any = None) -> Mesh:
     """
     devices = jax.devices() if devices is None else list(devices)
     wanted = _parse(sizes) if isinstance(sizes, str) else dict(sizes)
+    if not wanted:
+        raise ValueError("The mesh names no axis: write `fsdp=4`, for example.")
     for role, size in wanted.items():
         if role not in ROLES:
             raise ValueError(f"There is no mesh axis {role!r}: the axes are {', '.join(ROLES)}.")
-        if not isinstance(size, int) or (size < 1 and size != -1):
+        if not isinstance(size, int | np.integer) or (size < 1 and size != -1):
             raise ValueError(f"The mesh axis {role} needs a size of at least 1, or -1 for the rest; got {size!r}.")
     open_axes = [role for role, size in wanted.items() if size == -1]
     if len(open_axes) > 1:
@@ -150,8 +160,8 @@ def make_mesh(sizes: str | Mapping[str, int], devices: Any = None) -> Mesh:
             f"The mesh {text} takes {'a multiple of ' if open_axes else ''}{known} devices; there are {len(devices)} "
             f"({jax.default_backend()}). Choose sizes whose product is {len(devices)}."
         )
-    names = tuple(role for role in ROLES if role in wanted) or ("data",)
-    shape = tuple(wanted.get(name, 1) for name in names)
+    names = tuple(role for role in ROLES if role in wanted)
+    shape = tuple(int(wanted[name]) for name in names)
     if devices == jax.devices():
         return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
     return Mesh(np.asarray(devices).reshape(shape), names)
@@ -160,12 +170,12 @@ def make_mesh(sizes: str | Mapping[str, int], devices: Any = None) -> Mesh:
 def _parse(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
-        role, _, size = part.partition("=")
+        role, _, size = (word.strip() for word in part.partition("="))
         try:
             number = int(size)
         except ValueError:
             raise ValueError(f"A mesh is written as `fsdp=4,context=2`; {part!r} in {text!r} is not.") from None
         if role in sizes:
             raise ValueError(f"The mesh {text!r} names the axis {role} twice.")
-        sizes[role.strip()] = number
+        sizes[role] = number
     return sizes

@@ -63,9 +63,10 @@ def partition_specs(tree: Any, parallelism: Parallelism, rules: Rules) -> Any:
             parts = 1 if role is None else parallelism.size(role)
             optional = role == "fsdp" or name in ("embedding.weight", "head.weight")
             if size % parts and not optional:
+                what = "blocks of rounded weights" if name.endswith(".scales") else "numbers"
                 raise ValueError(
-                    f"{name} has {size} along what {role}={parts} splits, which cannot be cut into {parts} equal "
-                    f"parts: use a size of the axis {role} that divides it."
+                    f"{name} has {size} {what} along what {role}={parts} splits, which cannot be cut into {parts} "
+                    f"equal parts: use a size of the axis {role} that divides it, or another axis."
                 )
             entries.append(getattr(parallelism, role) if role and parts > 1 and size % parts == 0 else None)
         while entries and entries[-1] is None:

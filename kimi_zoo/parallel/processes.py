@@ -14,13 +14,22 @@ class LostProcessError(RuntimeError):
     """Another process of the job ended, so that nothing can be computed together any more."""
 
 
+# words of the libraries that connect processes; the errors come as several types
+_BROKEN = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED", "heartbeat", "Connection closed", "Connection reset")
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Whether an error says that another process of the job is gone."""
+    return jax.process_count() > 1 and any(word in str(error) for word in _BROKEN)
+
+
 def start_processes() -> None:
     """Joins the processes of a job, by `jax.distributed.initialize`; call it before anything else of JAX.
 
     They are found from `JAX_COORDINATOR_ADDRESS` (host:port), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, or else as JAX
     finds them: under SLURM, Open MPI, Kubernetes, and on Cloud TPUs.
 
-    **Raises:** `ValueError` for variables that are not whole, `RuntimeError` if nothing says which processes there are.
+    **Raises:** `ValueError` for variables that are not whole, or if nothing says which processes there are.
     """
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     given = {name: os.environ[name] for name in names if os.environ.get(name)}
@@ -35,8 +44,8 @@ def start_processes() -> None:
             jax.distributed.initialize()
     except ValueError as error:
         raise ValueError(
-            f"The processes of this job cannot be found: {error}. Set {', '.join(names)}, or start them with SLURM, "
-            "Open MPI or on Cloud TPUs, which JAX knows."
+            f"The processes of this job cannot be found ({str(error).rstrip('.')}). Set {', '.join(names)}, or start "
+            "them with SLURM, Open MPI or on Cloud TPUs, which JAX knows."
         ) from None
 
 

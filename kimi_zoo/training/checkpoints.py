@@ -10,7 +10,6 @@ import jax.tree_util as jtu
 import numpy as np
 
 from kimi_zoo.checkpoints.files import CheckpointError, list_some
-from kimi_zoo.parallel.processes import LostProcessError
 
 
 @final
@@ -36,7 +35,7 @@ class RunCheckpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
-        if kind is not LostProcessError:  # closing waits for all processes
+        if kind in (None, KeyboardInterrupt) or jax.process_count() == 1:  # closing waits for all processes
             self._manager.close()
 
     def steps(self) -> list[int]:

@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int
 
 from kimi_zoo.layers.moe import MoE
 from kimi_zoo.layers.stack import LayerStack
-from kimi_zoo.models.kimi_linear import KimiLinear
+from kimi_zoo.models.kimi_linear import KimiBlock, KimiLinear, apply_layer
 from kimi_zoo.models.kimi_linear_partition import over_mesh
-from kimi_zoo.ops.moe_dispatch import dropped_pairs
+from kimi_zoo.ops.moe_dispatch import dropped_pairs, without_padding
 from kimi_zoo.ops.packing import segment_positions
-from kimi_zoo.parallel.axes import ONE_DEVICE, Axes, Parallelism
+from kimi_zoo.parallel.axes import ONE_DEVICE, Axes, Parallelism, as_parallelism
 from kimi_zoo.parallel.split import keep_all_but_gathered, whole
 from kimi_zoo.training.fused_loss import fused_is_valid, fused_token_losses
 from kimi_zoo.training.packing import Batch
@@ -90,7 +90,7 @@ def batch_sums(
     batch: Batch,
     *,
     remat: bool | Callable[..., bool] = False,
-    mesh: Parallelism | None = None,
+    mesh: Parallelism | Mesh | str | None = None,
 ) -> Sums:
     """The sums of one batch.
 
@@ -99,6 +99,7 @@ def batch_sums(
     **Raises:** `ValueError` for what the mesh cannot split evenly.
     """
     positions = segment_positions(batch.segment_ids)
+    mesh = as_parallelism(mesh)
     if mesh is None:
         return _sums(model, batch, positions, ONE_DEVICE, remat=remat)
     run = functools.partial(_sums, remat=remat)
@@ -142,13 +143,16 @@ def _hidden_states_and_routing(
     def apply(carry: tuple[Array, ...], block: Any) -> tuple[tuple[Array, ...], Array | None]:
         x, balance, layers, dropped = carry
         block = whole(block)
-        x = block.mix(x, positions=positions, segment_ids=batch.segment_ids, axes=axes)
+        options = {"segment_ids": batch.segment_ids, "axes": axes}
+        if not isinstance(block, KimiBlock):
+            return (apply_layer(block, x, positions=positions, **options), balance, layers, dropped), None
+        x = block.mix(x, positions=positions, **options)
         normed = block.post_norm(x)
         counts = None
         if isinstance(block.mlp, MoE):
             counts, uneven, more = _routing(block.mlp, normed.reshape(-1, x.shape[-1]), real, axes)
             balance, layers, dropped = balance + uneven, layers + 1.0, dropped + more
-        return (x + block.feed(normed, axes=axes), balance, layers, dropped), counts
+        return (x + block.feed(normed, **options), balance, layers, dropped), counts
 
     zero = jnp.zeros((), jnp.float32)
     if axes.fsdp and remat is False:
@@ -174,7 +178,8 @@ def _routing(
     dropped = jnp.zeros((), jnp.float32)
     if axes.expert is not None and axes.expert_capacity is not None:
         devices = jax.lax.axis_size(axes.expert)
-        mine = dropped_pairs(expert_ids, experts // devices, devices, axes.expert_capacity)
+        sent = without_padding(expert_ids, real > 0, experts)
+        mine = dropped_pairs(sent, experts // devices, devices, axes.expert_capacity)
         dropped = _sum_devices(mine.astype(jnp.float32), axes)
     return counts, experts * jnp.sum(counts / jnp.maximum(jnp.sum(counts), 1.0) * mean), dropped
 

@@ -148,8 +148,8 @@ def finetune(
             checkpoints.wait()
             report.say(f"Stopped behind step {done} of {data.steps}, which is saved; go on with --resume.")
             raise
-        except jax.errors.JaxRuntimeError as error:
-            if jax.process_count() == 1:
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            if not is_lost_process(error):
                 raise
             raise LostProcessError(
                 f"Process {jax.process_index()} lost another process of the job in step {done + 1}. Look there for the "

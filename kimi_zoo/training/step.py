@@ -8,13 +8,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float32, Int32
 
 from kimi_zoo.checkpoints.tables.kimi_linear import FLOAT32_LEAVES
 from kimi_zoo.layers.stack import LayerStack
 from kimi_zoo.models.kimi_linear_partition import RULES
-from kimi_zoo.parallel.axes import Parallelism
+from kimi_zoo.parallel.axes import Parallelism, as_parallelism
 from kimi_zoo.parallel.partition import place, shardings, shardings_like
 from kimi_zoo.training.loss import Sums, batch_sums
 from kimi_zoo.training.packing import Batch
@@ -61,11 +61,14 @@ class StepOptions:
     z_loss: float = 0.0
     balance_loss: float = 0.0
     bias_rate: float = 0.0
-    mesh: Parallelism | None = None
+    mesh: Parallelism | Mesh | str | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "mesh", as_parallelism(self.mesh))
 
 
 def start(
-    model: Any, trains: Any, optimizer: optax.GradientTransformation, mesh: Parallelism | None = None
+    model: Any, trains: Any, optimizer: optax.GradientTransformation, mesh: Parallelism | Mesh | str | None = None
 ) -> tuple[TrainState, Any]:
     """The state before the first step, and the frozen rest of the model.
 
@@ -85,6 +88,7 @@ def start(
         with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
             return TrainState(trainable, optimizer.init(trainable), jnp.zeros((), jnp.int32), score_biases)
 
+    mesh = as_parallelism(mesh)
     if mesh is None:
         return begin(trainable, score_biases), frozen
     trainable, score_biases, frozen = place((trainable, score_biases, frozen), mesh, RULES)
@@ -164,7 +168,7 @@ def train_step(
     biases = balanced(state.score_biases, sums.expert_counts, options.bias_rate)
     new = TrainState(eqx.apply_updates(state.trainable, updates), optimizer_state, state.step + 1, biases)
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old) if eqx.is_array(new) else new, new, state)
-    if options.mesh is not None:
+    if isinstance(options.mesh, Parallelism):
         state = jax.lax.with_sharding_constraint(state, state_shardings(state, options.mesh))
     over = lambda counts: jnp.max(counts / jnp.maximum(jnp.mean(counts, -1, keepdims=True), 1.0))
     loads = [over(counts) for counts in jax.tree.leaves(sums.expert_counts)]

@@ -169,3 +169,16 @@ def test_only_the_inputs_are_kept():
     x, weight = jnp.ones((2, 64, 32)), jnp.ones((32, 4))
     _, pullback = jax.vjp(lambda x, weight: short_convolution(x, weight)[0], x, weight)
     assert sum(leaf.size for leaf in jax.tree.leaves(pullback)) <= 1.1 * x.size
+
+
+@pytest.mark.parametrize("ids", [None, [1, 1, 1, 2, 2, 2], [1, 1, 0, 1, 2, 2]])
+def test_forward_mode_over_reverse(getkey, ids):
+    """A product of Hessian and vector: the gradient's derivative along a direction, by difference quotients."""
+    x, direction = jr.normal(getkey(), (1, 6, 3)), jr.normal(getkey(), (1, 6, 3))
+    weight = jr.normal(getkey(), (3, 4))
+    ids = None if ids is None else jnp.asarray([ids])
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(short_convolution(x, weight, segment_ids=ids)[0])))
+    _, product = jax.jvp(gradient, (x,), (direction,))
+    step = 1e-2
+    expected = (gradient(x + step * direction) - gradient(x - step * direction)) / (2 * step)
+    assert_close(product, expected, atol=1e-2, rtol=1e-2)

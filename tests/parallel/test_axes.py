@@ -1,11 +1,13 @@
 """Meshes from text, what their axes mean, and what is refused before anything is compiled."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
 from helpers import tiny
 from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import TypeCheckError
 from mesh_cases import CONFIG, batch_of_segments, model_of, parallelism_of, runs
 
 import kimi_zoo as kz
@@ -33,7 +35,8 @@ def test_meshes_are_made_from_text():
         ("fsdp", r"written as `fsdp=4,context=2`; 'fsdp'"),
         ("fsdp=0,data=8", r"fsdp needs a size of at least 1"),
         ("fsdp=-1,data=-1", r"Only one mesh axis may have the size -1"),
-        ("fsdp=2,fsdp=4", r"names the axis fsdp twice"),
+        ("fsdp=2,fsdp =4", r"names the axis fsdp twice"),
+        ("", r"names no axis"),
     ],
 )
 def test_meshes_that_make_no_sense(text, message):
@@ -49,6 +52,43 @@ def test_names_of_axes_are_free_but_must_mean_something():
         Parallelism(mesh, context="cp", data="cp")
     axes = Parallelism(mesh, context="cp", data="dp").axes
     assert (axes.context, axes.data, axes.tokens, axes.tensor) == ("cp", "dp", ("dp", "cp"), None)
+
+
+def test_capacities_that_make_no_sense():
+    mesh = make_mesh("expert=8")
+    for capacity in (0, -1.0, float("nan"), float("inf"), "1.5"):
+        with pytest.raises((ValueError, TypeCheckError), match=r"expert_capacity"):
+            Parallelism(mesh, expert_capacity=capacity)
+    with pytest.raises(ValueError, match=r"which this mesh lacks"):
+        Parallelism(make_mesh("fsdp=8"), expert_capacity=1.0)
+
+
+def test_a_bias_of_the_output_is_refused_with_tensor():
+    """Every device would add it to its part of the sum over heads."""
+    model = model_of()
+    layer = kz.KimiDeltaAttention(24, 8, 6, bias=True, key=jr.key(0))
+    model = kz.replace_layer(model, 0, lambda block: eqx.tree_at(lambda b: b.mixer, block, layer))
+    ids = jnp.ones((4, 16), jnp.int32)
+    with pytest.raises(ValueError, match=r"mixer.output_proj.bias would be added once by every device"):
+        model(ids, mesh=parallelism_of({"tensor": 2}))
+
+
+class Doubled(eqx.Module):
+    """A layer that knows nothing of axes."""
+
+    weight: jax.Array
+
+    def __call__(self, x, *, positions, segment_ids=None):
+        return x * self.weight
+
+
+def test_layers_of_others_run_where_only_rows_are_split():
+    model = kz.replace_layer(model_of(), 1, Doubled(jnp.asarray(2.0)))
+    batch = batch_of_segments([runs(16)] * 4)
+    on_mesh = batch_sums(model, batch, mesh=parallelism_of({"fsdp": 2, "expert": 2}))
+    assert jnp.allclose(on_mesh.loss, batch_sums(model, batch).loss, rtol=1e-5)
+    with pytest.raises(TypeError, match=r"a Doubled, is no `KimiBlock`.*use data, fsdp and expert"):
+        batch_sums(model, batch, mesh=parallelism_of({"tensor": 2}))
 
 
 def test_axes_of_size_one_change_nothing():

@@ -113,6 +113,15 @@ def test_evaluating_and_generating_together(folder):
     assert together == tokens(finish(start(folder, 1, *generate)))
 
 
+def test_an_error_in_one_process_ends_all(folder):
+    """Here the first one alone reads the data."""
+    words = ("finetune", "model", "--data", "missing.jsonl", "--output", "none", "--mesh", "fsdp=2")
+    processes = start(folder, 2, *words)
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert "missing.jsonl does not exist" in errors[0] and processes[0].returncode == 2
+    assert "another process of the job" in errors[1] and processes[1].returncode == 1
+
+
 def test_what_the_variables_lack_is_told(folder):
     process = start(folder, 1, "finetune", "model", "--output", "x", *WORDS, "--distributed")[0]
     assert "--distributed needs --mesh" in process.communicate(timeout=100)[1] and process.returncode == 2

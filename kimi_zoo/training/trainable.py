@@ -101,7 +101,7 @@ def table_of(model: Any, wanted: Any, limit: int = 11) -> Iterator[str]:
     """Lines that tell what trains: a sum, and the largest `limit` rows of `summary` of which something does."""
     rows = list(summary(model, wanted))
     training = sorted((row for row in rows if row[2]), key=lambda row: -row[2])
-    total, trained = (sum(row[column] for row in rows) for column in (1, 2))
+    total, trained = sum(row[1] for row in rows), sum(row[2] for row in rows)
     yield f"trains {trained:,} of {total:,} parameters:"
     shown = training if len(training) <= limit else training[: limit - 1]
     for name, size, part in shown:

@@ -1,6 +1,7 @@
 """Whole runs: what they write, and that stopping them, in whatever way, changes nothing."""
 
 import json
+import logging
 import os
 import random
 import shutil
@@ -145,6 +146,23 @@ def test_a_checkpoint_that_lacks_something_is_refused(whole, tmp_path):
             checkpoints.restore(20, {"trainable": np.ones(2), "optimizer": np.ones(2)})
         with pytest.raises(CheckpointError, match=r"trainable has shape \(2,\), not \(3,\)"):
             checkpoints.restore(20, {"trainable": np.ones(3)})
+
+
+def test_a_checkpoint_that_cannot_be_written_is_no_bad_input(tmp_path, monkeypatch):
+    absl = logging.getLogger("absl")
+    before = absl.level
+    absl.setLevel(logging.CRITICAL)
+    with RunCheckpoints(tmp_path / "checkpoints") as checkpoints:
+        assert absl.level == logging.CRITICAL  # never lowered
+        absl.setLevel(before)
+
+        def full(*_arguments, **_options):
+            raise ValueError("RESOURCE_EXHAUSTED: no space")  # as of tensorstore
+
+        monkeypatch.setattr(type(checkpoints._manager), "wait_until_finished", full)
+        with pytest.raises(OSError, match=r"cannot be written: RESOURCE_EXHAUSTED: no space: '.*checkpoints'"):
+            checkpoints.wait()
+        monkeypatch.undo()
 
 
 def test_what_is_not_finite_stops_or_is_skipped(folder, tmp_path):

@@ -120,9 +120,13 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             raw.settle()
         os.chmod(temporary, 0o666 & ~_umask())  # mkstemp made it private
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
+        if (
+            isinstance(error, OSError) and error.errno is not None and error.filename is None
+        ):  # that of a full disk names no file
+            error.filename = str(path)  # that of a full disk names none
         raise
     _fsync_folder(path.parent)
 

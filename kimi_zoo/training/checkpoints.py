@@ -1,6 +1,9 @@
 """Checkpoints of a run by orbax: written in the background, whole or not at all; the last few and the best are kept."""
 
+import errno
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -18,7 +21,8 @@ class RunCheckpoints:
 
     def __init__(self, folder: Path, *, keep: int = 2):
         """**Arguments:** `keep`: how many of the latest are kept, beside the one with the least `validation_loss`."""
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of every file
+        absl = logging.getLogger("absl")
+        absl.setLevel(max(absl.level, logging.ERROR))  # orbax tells of every file
         import orbax.checkpoint as ocp
         from orbax.checkpoint import checkpoint_managers as managers
 
@@ -36,22 +40,38 @@ class RunCheckpoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         if kind in (None, KeyboardInterrupt) or jax.process_count() == 1:  # closing waits for all processes
-            self._manager.close()
+            with self._writing():
+                self._manager.close()
 
     def steps(self) -> list[int]:
         """The steps of which there is a whole checkpoint, ascending."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, validation_loss: float | None = None) -> None:
-        """Starts writing a state; the arrays are copied first, so the state may be donated at once."""
+        """Starts writing a state; the arrays are copied first, so the state may be donated at once.
+
+        **Raises:** `OSError` if this or an earlier one cannot be written.
+        """
         import orbax.checkpoint as ocp
 
         metrics = None if validation_loss is None else {"validation_loss": validation_loss}
-        self._manager.save(step, args=ocp.args.StandardSave(named_leaves(state)), metrics=metrics)
+        with self._writing():
+            self._manager.save(step, args=ocp.args.StandardSave(named_leaves(state)), metrics=metrics)
 
     def wait(self) -> None:
-        """Returns when everything is written."""
-        self._manager.wait_until_finished()
+        """Returns when everything is written. **Raises:** as `save`."""
+        with self._writing():
+            self._manager.wait_until_finished()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Makes one `OSError` of the many that a full disk is told by."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # tensorstore's are a ValueError
+            number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+            told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise OSError(number, f"the checkpoint cannot be written: {told}", str(self._folder)) from error
 
     def restore(self, step: int, like: Any) -> Any:
         """The state of a step, in the structure, dtypes and sharding of `like`.

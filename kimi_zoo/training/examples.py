@@ -57,9 +57,20 @@ def data_files(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def read_examples(files: Iterable[Path], tokenizer: Tokenizer, problems: list[str]) -> Iterator[Example]:
-    """Yields the example of every row, reading as it goes. Rows that cannot be used are told in `problems`."""
+    """Yields the example of every row, reading as it goes. Rows that cannot be used are told in `problems`; that the
+    tokenizer has no chat template, once."""
+    told = False
     for file in files:
         for where, row in _rows(file, problems):
+            if tokenizer.chat_template is None and isinstance(row, Mapping) and _kinds(row) == [("messages",)]:
+                if not told:
+                    told = True
+                    problems.append(
+                        f"{where}: `messages` need a chat template, and the model's folder has none (rows of them are "
+                        "told of once): put its publisher's chat_template.jinja there, or give `prompt` and "
+                        "`completion`"
+                    )
+                continue
             try:
                 yield encode_row(row, tokenizer, where)
             except ValueError as error:
@@ -75,7 +86,7 @@ def encode_row(row: Any, tokenizer: Tokenizer, where: str = "row") -> Example:
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"expected an object with {_kinds_text()}; got {type(row).__name__}")
-    kinds = [kind for kind in KINDS if any(row.get(name) is not None for name in kind)]
+    kinds = _kinds(row)
     if len(kinds) != 1 or any(row.get(name) is None for name in kinds[0]):
         raise ValueError(f"expected {_kinds_text()}; got the keys {sorted(map(str, row))}")
     if kinds[0] == ("messages",):
@@ -93,6 +104,10 @@ def encode_row(row: Any, tokenizer: Tokenizer, where: str = "row") -> Example:
         tokens = [*begin, *(token for piece in pieces for token in piece)]
         learned = [False] * (len(tokens) - len(pieces[-1])) + [True] * len(pieces[-1])
     return Example(np.asarray(tokens, np.int32), np.asarray(learned, bool), where)
+
+
+def _kinds(row: Mapping[Any, Any]) -> list[tuple[str, ...]]:
+    return [kind for kind in KINDS if any(row.get(name) is not None for name in kind)]
 
 
 def _kinds_text() -> str:

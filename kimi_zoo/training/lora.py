@@ -24,8 +24,9 @@ from kimi_zoo.layers.linear import Linear
 from kimi_zoo.layers.moe import Experts
 from kimi_zoo.models.kimi_linear import KimiLinear
 from kimi_zoo.ops.moe_dispatch import run_experts
+from kimi_zoo.training.beside_deltas import beside_tensors, modules, with_beside
 from kimi_zoo.training.quantization import QuantizedExperts, QuantizedLinear, dequantized
-from kimi_zoo.training.trainable import matches
+from kimi_zoo.training.trainable import matches, place_of, published_names
 
 ROOT = "base_model.model."
 ROLES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # what the matrices of an expert are called elsewhere
@@ -217,6 +218,24 @@ def lora_leaves(model: Any) -> Any:
     return jax.tree.map(lambda node: mark(is_delta(node))(node), model, is_leaf=is_delta)
 
 
+def select_deltas(model: KimiLinear, *, freeze: Sequence[str] = ()) -> Any:
+    """A tree like the model that says which factors of deltas train, as `trainable.select` does of parameters: those of
+    matrices that none of `freeze` fits."""
+    names = published_names(model)
+
+    def chosen(path: tuple[Any, ...], is_delta: bool) -> bool | np.ndarray:
+        if not is_delta:
+            return False
+        section, position, leaf = place_of(path)
+        matrix = leaf.rpartition(".")[0]  # without the name of the factor
+        linear = matrix.removesuffix(".delta") + ".weight"
+        group = names[section, position, linear if matrix.endswith(".delta") else matrix.replace("_delta", "_proj")]
+        kept = np.asarray([not matches(name, freeze) for name in group])
+        return bool(kept[0]) if kept.all() or not kept.any() else kept
+
+    return jax.tree_util.tree_map_with_path(chosen, lora_leaves(model))
+
+
 def merge_lora[Model](model: Model) -> Model:
     """The model with every delta added to its matrix: in float32, rounded once to the dtype of the matrix. Quantised
     ones are dequantised, to float32."""
@@ -273,20 +292,25 @@ def _deltas(model: KimiLinear) -> Iterator[tuple[Target, Delta]]:
             yield target, delta
 
 
-def save_adapter(model: KimiLinear, path: str | Path, *, base: str | None = None, overwrite: bool = False) -> None:
+def save_adapter(
+    model: KimiLinear, path: str | Path, *, base: str | None = None, beside: Any = None, overwrite: bool = False
+) -> None:
     """Writes the deltas as a folder that PEFT reads: `adapter_model.safetensors` and `adapter_config.json`.
 
     **Arguments:** `base`: the folder or name of the frozen model; that which the model was loaded from, by default.
+    `beside`: a tree like the model, as of `trainable.select`: what else is written, whole, by published names.
     """
     found = list(_deltas(model))
     if not found:
         raise CheckpointError("This model has no LoRA deltas to save.")
     delta = found[0][1]
     rank, alpha = delta.a.shape[-2], delta.scale * delta.a.shape[-2]
+    whole = {} if beside is None else beside_tensors(model, beside)
     model = _all_expert_matrices(model, rank, delta.scale)
     entries = [entry for target, _ in _deltas(model) for entry in target.entries]
     names = {name for entry in entries for name in _target_names(entry, model)}
     experts = {entry.name(0).split(f".{EXPERT}.")[0] for entry in entries if entry.per_expert}
+    whole_modules = modules(whole) - names
     fused = {"experts.gate_up_proj"} if experts else set()
     config = {
         "peft_type": "LORA",
@@ -299,6 +323,7 @@ def save_adapter(model: KimiLinear, path: str | Path, *, base: str | None = None
         "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": sorted(names | set(map(transformers_name, names))),
+        "modules_to_save": sorted(whole_modules | set(map(transformers_name, whole_modules))) or None,
         # transformers holds the experts of a layer as two parameters, gate and up in one of them
         "target_parameters": sorted(
             f"{transformers_name(path)}.{name}" for path in experts for name in ("gate_up_proj", "down_proj")
@@ -308,7 +333,8 @@ def save_adapter(model: KimiLinear, path: str | Path, *, base: str | None = None
         "alpha_pattern": dict.fromkeys(fused, 2 * alpha),
     }
     with atomic_folder(path, overwrite=overwrite) as folder:
-        save_tensors(adapter_tensors(model), folder / "adapter_model.safetensors")
+        tensors = adapter_tensors(model) | {f"{ROOT}{name}": tensor for name, tensor in whole.items()}
+        save_tensors(tensors, folder / "adapter_model.safetensors")
         write_json(folder / "adapter_config.json", config)
 
 
@@ -341,7 +367,7 @@ def _target_names(entry: Entry, model: KimiLinear) -> Iterator[str]:
 
 
 def load_adapter(model: KimiLinear, path: str | Path) -> KimiLinear:
-    """The model with the deltas of a PEFT folder, whose frozen model it must be.
+    """The model with the deltas of a PEFT folder, whose frozen model it must be, and what trained beside them.
 
     Modules may have their published names or those of transformers.
 
@@ -362,7 +388,8 @@ def load_adapter(model: KimiLinear, path: str | Path) -> KimiLinear:
                     f"{folder}: `{field}` gives {pattern!r} a value of its own, which cannot be read."
                 )
     with open_checkpoint(folder / "adapter_model.safetensors") as checkpoint:
-        left = set(checkpoint)
+        model, used = with_beside(model, checkpoint, ROOT)
+        left = set(checkpoint) - used
         for target in find_targets(model, ("*",))[0]:
             shape = _stack_shape(model, target)
             names = [f"{ROOT}{name}" for entry in target.entries for name, _ in _matrices(entry, 0, shape)]

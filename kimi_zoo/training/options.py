@@ -1,16 +1,26 @@
 """What decides the result of a run."""
 
 import dataclasses
+import math
 from typing import get_args
 
 import jax
 
 from kimi_zoo.training.dataset import Overlong
 from kimi_zoo.training.lora import ALL_LINEAR
-from kimi_zoo.training.optimizers import Schedule
+from kimi_zoo.training.optimizers import OPTIMIZERS, Schedule
 from kimi_zoo.training.quantization import Kind
 
 REMAT = {"none": False, "full": True, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "remat": tuple(REMAT),
+    "dtype": ("float32", "bfloat16"),
+    "on_nonfinite": ("stop", "skip"),
+    "overlong": get_args(Overlong),
+    "schedule": get_args(Schedule),
+    "optimizer": OPTIMIZERS,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,8 +29,9 @@ class RunOptions:
 
     Of `steps` and `epochs` one is given, or neither: one epoch. `rows` of `seq_length` tokens make a batch,
     `accumulate` batches a step. `warmup` is a share of the steps. `lora` is the rank, 0 for training everything that
-    `train` and not `freeze` selects (see `trainable.select`); with LoRA, `train` adds parameters beside the deltas, and
-    `frozen_weights` ("int8" or "nf4") is how the layers that do not train are held: see `quantize_frozen`.
+    `train` and not `freeze` selects (see `trainable.select`); with LoRA, `train` adds parameters beside the deltas,
+    `freeze` excludes from both, and `frozen_weights` ("int8" or "nf4") is how the layers that do not train are held:
+    see `quantize_frozen`.
     """
 
     model: str
@@ -65,12 +76,23 @@ class RunOptions:
                 raise ValueError(f"`{name}` is at least 1; got {value}.")
         if self.seq_length < 2:
             raise ValueError("`seq_length` is at least 2: a token and the next.")
-        if self.remat not in REMAT:
-            raise ValueError(f"`remat` is one of {', '.join(REMAT)}; got {self.remat!r}.")
         if self.frozen_weights is not None and not self.lora:
             raise ValueError("`frozen_weights` go with `lora`: without it every weight trains, and none is frozen.")
         if self.frozen_weights not in (None, *get_args(Kind)):
             raise ValueError(f"`frozen_weights` is one of {', '.join(get_args(Kind))}; got {self.frozen_weights!r}.")
+        for name in ("lora", "weight_decay", "clip", "z_loss", "balance_loss", "bias_rate"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"`{name}` is a number, at least 0; got {value}.")
+        for name in ("learning_rate", "lora_alpha"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"`{name}` is a number above 0; got {value}.")
+        if not 0 <= self.warmup <= 1:
+            raise ValueError(f"`warmup` is a share of the steps, from 0 to 1; got {self.warmup}.")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"`{name}` is one of {', '.join(known)}; got {getattr(self, name)!r}.")
         if not 0 <= self.validation < 1:
             raise ValueError(f"`validation` is a share of the examples, at least 0 and below 1; got {self.validation}.")
 

@@ -120,6 +120,18 @@ def dequantized(tree: Any) -> Any:
     return jax.tree.map(restore, tree, is_leaf=lambda node: isinstance(node, QuantizedLinear | QuantizedExperts))
 
 
+def whole_layers(model: KimiLinear, trains: Any) -> Any:
+    """What `quantize_frozen` leaves as it is because something of it trains: `trains`, widened to whole layers and
+    stacks of them."""
+    is_layer = lambda node: isinstance(node, Linear | Experts)
+
+    def widen(node: Any, chosen: Any) -> Any:
+        any_trains = any(map(np.any, jax.tree.leaves(chosen)))
+        return jax.tree.map(lambda _: any_trains, node) if is_layer(node) else chosen
+
+    return jax.tree.map(widen, model, trains, is_leaf=is_layer)
+
+
 def quantize_frozen(model: KimiLinear, kind: Kind, *, trains: Any = None) -> KimiLinear:
     """The model with the weights of its linear layers and experts quantised; embedding, head, router, norms,
     convolutions and whatever else is small stay as they are.

@@ -41,16 +41,16 @@ from kimi_zoo.parallel.processes import (
 from kimi_zoo.tokenizers import load_tokenizer
 from kimi_zoo.training.checkpoints import RunCheckpoints
 from kimi_zoo.training.dataset import prepare, split
-from kimi_zoo.training.lora import add_lora, load_adapter, lora_leaves, merge_lora, save_adapter
+from kimi_zoo.training.lora import add_lora, load_adapter, lora_leaves, merge_lora, save_adapter, select_deltas
 from kimi_zoo.training.loss import batch_sums
 from kimi_zoo.training.metrics import MetricsLog
 from kimi_zoo.training.optimizers import learning_rate, make_optimizer, masked_updates
 from kimi_zoo.training.options import REMAT, RunOptions
 from kimi_zoo.training.packing import Batch, Batches, in_order
-from kimi_zoo.training.quantization import Kind, quantize_frozen
+from kimi_zoo.training.quantization import Kind, quantize_frozen, whole_layers
 from kimi_zoo.training.step import Metrics, StepOptions, TrainState, as_computed, joined, start, train_step
 from kimi_zoo.training.stopping import StopSignals
-from kimi_zoo.training.trainable import select, trains
+from kimi_zoo.training.trainable import BALANCING_BIAS, place_of, select, table_of, trains
 
 
 class NonFiniteError(ArithmeticError):
@@ -91,6 +91,9 @@ def finetune(
     **Raises:** `DataError`, `CheckpointError` or `ValueError` before any training for what cannot work;
     `NonFiniteError`; `KeyboardInterrupt` after a checkpoint has been saved; `LostProcessError` if another ended.
     """
+    for name, value in (("save_every", save_every), ("keep", keep)):
+        if value < 1:
+            raise ValueError(f"`{name}` is at least 1; got {value}.")
     report = report or Report()
     output = Path(output)
     parallelism = as_parallelism(mesh)
@@ -99,7 +102,7 @@ def finetune(
     if parallelism is not None:
         parallelism.check_tokens(options.rows, options.seq_length)
     data = _read_data(options, output, report)
-    parts = _build(options, data.steps, parallelism)
+    parts = _build(options, data.steps, parallelism, report)
     if is_first():
         write_json(output / "run.json", _as_json(options))  # everything that can be checked has been
 
@@ -120,16 +123,17 @@ def finetune(
             state = checkpoints.restore(done, state)
             report.say(f"Resuming behind step {done}.")
         log.keep(done)
+        counted = int(state.step)  # without those skipped: what the learning rate goes by
         initial = {"initial_validation_loss": validation_loss(state)} if done == 0 and data.holds_out else {}
         began = time.perf_counter()
         try:
             for number, batch in enumerate(prefetch(data.batches(done)), start=done + 1):
                 batch = spread_tokens(batch, parallelism, leading=1)
                 state, metrics = train_step((parts.frozen, batch, parts.optimizer, parts.options), state)
-                line = _line(number, metrics, float(np.asarray(parts.rate(number - 1))), began) | initial
+                line = _line(number, metrics, float(np.asarray(parts.rate(counted))), began) | initial
                 if parallelism is not None and parallelism.expert_capacity is not None:
                     line["dropped_pairs"] = int(metrics.dropped)
-                initial, began = {}, time.perf_counter()
+                initial, began, counted = {}, time.perf_counter(), counted + bool(metrics.finite)
                 if not bool(metrics.finite):
                     skipped += 1
                     _nonfinite(number, line, options, report)
@@ -165,7 +169,7 @@ def finetune(
         "validation_loss_before": lines[0].get("initial_validation_loss"),
         "validation_loss_after": lines[-1].get("validation_loss"),
         "skipped_steps": skipped,
-        "output": str(_save(finished, options, output)),
+        "output": str(_save(finished, parts.beside, options, output)),
     }
 
 
@@ -208,8 +212,9 @@ def _read_data(options: RunOptions, output: Path, report: Report) -> _Data:
     epochs = options.epochs or 1
     steps = options.steps or batches.steps_in(epochs)
     report.say(
-        f"{len(training)} examples to learn from, {len(held)} held out; {dataset.counts['learned_tokens']} tokens "
-        f"learned of {dataset.counts['tokens']}; rows {batches.efficiency():.0%} full; {steps} steps."
+        f"{len(training)} example{'' if len(training) == 1 else 's'} to learn from, {len(held)} held out; "
+        f"{dataset.counts['learned_tokens']} tokens learned of {dataset.counts['tokens']}; "
+        f"rows {batches.efficiency():.0%} full; {steps} step{'' if steps == 1 else 's'}."
     )
     last_epoch = None if options.steps else epochs - 1
     return _Data(
@@ -229,11 +234,15 @@ class _Parts(NamedTuple):
     rate: optax.Schedule
     options: StepOptions
     published: Published
+    beside: Any  # what trains beside deltas
 
 
-def _build(options: RunOptions, steps: int, mesh: Parallelism | None) -> _Parts:
+def _build(options: RunOptions, steps: int, mesh: Parallelism | None, report: Report) -> _Parts:
     loaded = from_pretrained(options.model, dtype="float32" if options.lora == 0 else None, mesh=mesh)
     model, wanted = trainable_model(loaded, options)
+    report.say("\n".join(table_of(model, wanted)))
+    if not any(jax.tree.leaves(trains(wanted))):
+        raise ValueError(f"Nothing trains: `freeze` {list(options.freeze)} excludes all that would.")
     warmup = min(round(options.warmup * steps), steps)
     rate = learning_rate(options.peak_rate, steps, warmup=warmup, schedule=options.schedule)
     with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
@@ -250,17 +259,30 @@ def _build(options: RunOptions, steps: int, mesh: Parallelism | None) -> _Parts:
         bias_rate=options.bias_rate,
         mesh=mesh,
     )
-    return _Parts(state, frozen, optimizer, rate, step_options, loaded.published)
+    beside = _beside_deltas(model, wanted, options) if options.lora else None
+    return _Parts(state, frozen, optimizer, rate, step_options, loaded.published, beside)
 
 
-def _save(model: KimiLinear, options: RunOptions, output: Path) -> Path:
+def _beside_deltas(model: KimiLinear, wanted: Any, options: RunOptions) -> Any:
+    """A tree like the model: what an adapter holds whole, since it trains and is no delta."""
+
+    def chosen(path: tuple, is_delta: bool, choice: Any) -> Any:
+        moved = options.bias_rate > 0 and place_of(path)[2].endswith(BALANCING_BIAS)
+        return moved or (not is_delta and choice)
+
+    beside = jax.tree_util.tree_map_with_path(chosen, lora_leaves(model), wanted)
+    return beside if options.frozen_weights is None else whole_layers(model, beside)
+
+
+def _save(model: KimiLinear, beside: Any, options: RunOptions, output: Path) -> Path:
     """Writes the result: an adapter, or the whole model in the dtype that it was stored in."""
     folder = find_weights(options.model)
     if options.lora:
-        deltas, rest = eqx.partition(model, lora_leaves(model))
-        model = eqx.combine(jax.tree.map(whole_value, deltas), rest)
+        written = jax.tree.map(lambda is_delta, choice: is_delta or bool(np.any(choice)), lora_leaves(model), beside)
+        tuned, rest = eqx.partition(model, written)
+        model = eqx.combine(jax.tree.map(whole_value, tuned), rest)
         if is_first():
-            save_adapter(model, output / "adapter", base=str(folder), overwrite=True)
+            save_adapter(model, output / "adapter", base=str(folder), beside=beside, overwrite=True)
         return output / "adapter"
     save_pretrained(model, output / "model", dtype=stored_dtype(folder), overwrite=True)
     return output / "model"
@@ -272,13 +294,11 @@ def trainable_model(model: KimiLinear, options: RunOptions) -> tuple[KimiLinear,
         return model, select(model, train=options.train or ("*",), freeze=options.freeze)
     key = jr.key(options.seed)
     model = add_lora(model, rank=options.lora, alpha=options.lora_alpha, targets=options.lora_targets, key=key)
-    wanted = lambda model: select(model, train=options.train, freeze=options.freeze) if options.train else None
+    wanted = lambda model: select(model, train=options.train, freeze=options.freeze)
     if options.frozen_weights is not None:
         model = quantize_frozen(model, cast(Kind, options.frozen_weights), trains=wanted(model))
-    deltas, chosen = lora_leaves(model), wanted(model)
-    if chosen is None:
-        return model, deltas
-    return model, jax.tree.map(lambda delta, choice: True if delta else choice, deltas, chosen)
+    deltas = select_deltas(model, freeze=options.freeze)
+    return model, jax.tree.map(lambda delta, choice: delta if np.any(delta) else choice, deltas, wanted(model))
 
 
 def wanted_leaves(wanted: Any) -> Any:

@@ -15,6 +15,7 @@ from kimi_zoo.models.kimi_linear import KimiLinear
 
 NOT_DECAYED = ("norm.weight", "a_log", "dt_bias", "bias", "conv.weight")
 BALANCING_BIAS = "router.score_bias"  # moved by its own rule, never by a gradient
+SCALES = (".scales",)  # of quantised weights
 WRAPPER = "base"  # the field of a LoRA module that holds the frozen one: not part of a parameter's name
 
 Place = tuple[int | None, int | None, str]  # section and position in the stack (None outside of it), path in the block
@@ -83,15 +84,30 @@ def decays(tree: Any) -> Any:
 
 
 def summary(model: Any, wanted: Any) -> Iterator[tuple[str, int, int]]:
-    """Rows for a table: name below the layer, number of parameters, how many of them train."""
+    """Rows for a table: name below the layer, number of parameters, how many of them train. The scales of quantised
+    weights are no parameters."""
     rows: dict[str, list[int]] = {}
     leaves = jtu.tree_leaves_with_path(model)
     for (path, leaf), choice in zip(leaves, jax.tree.leaves(wanted), strict=True):
-        if eqx.is_inexact_array(leaf):
-            row = rows.setdefault(place_of(path)[2], [0, 0])
+        name = place_of(path)[2]
+        if eqx.is_array(leaf) and not name.endswith(SCALES):
+            row = rows.setdefault(name, [0, 0])
             row[0] += leaf.size
-            row[1] += int(leaf.size * np.mean(choice))
+            row[1] += round(leaf.size * float(np.mean(choice)))
     return ((name, total, training) for name, (total, training) in rows.items())
+
+
+def table_of(model: Any, wanted: Any, limit: int = 11) -> Iterator[str]:
+    """Lines that tell what trains: a sum, and the largest `limit` rows of `summary` of which something does."""
+    rows = list(summary(model, wanted))
+    training = sorted((row for row in rows if row[2]), key=lambda row: -row[2])
+    total, trained = sum(row[1] for row in rows), sum(row[2] for row in rows)
+    yield f"trains {trained:,} of {total:,} parameters:"
+    shown = training if len(training) <= limit else training[: limit - 1]
+    for name, size, part in shown:
+        yield f"  {part:>14,}  {name}" + (f" (of {size:,})" if part < size else "")
+    if rest := training[len(shown) :]:
+        yield f"  {sum(row[2] for row in rest):>14,}  in {len(rest)} smaller groups"
 
 
 def _samples(names: list[str]) -> str:

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 from pathlib import Path
@@ -204,3 +205,11 @@ class TestAtomicFolder:
         ):
             with pytest.raises(CheckpointError, match=message), atomic_folder(folder):
                 pytest.fail("must not get here")
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    with pytest.raises(OSError, match=r"No space left on device: '.*some\.json'"), atomic_file(tmp_path / "some.json"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match=r"^text alone$"), atomic_file(tmp_path / "some.json"):
+        raise OSError("text alone")
+    assert not list(tmp_path.iterdir())

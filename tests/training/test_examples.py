@@ -189,3 +189,12 @@ def test_split_is_repeatable_and_complete():
     assert sorted([*train, *held]) == list(range(20)) and len(held) == 2
     assert split(20, 0.1, seed=3)[1].tolist() == held.tolist() != split(20, 0.1, seed=4)[1].tolist()
     assert len(split(1, 0.5, seed=0)[1]) == 0 and len(split(2, 0.01, seed=0)[1]) == 1 and len(split(5, 0.0, 0)[1]) == 0
+
+
+def test_a_missing_chat_template_is_told_once(tmp_path):
+    tokenizer = kz.load_tokenizer("kimi-linear-stdlib-5m")
+    row = json.dumps({"messages": [{"role": "user", "content": "x"}]}) + "\n"
+    (tmp_path / "rows.jsonl").write_text(row * 3 + "[]\n")
+    with pytest.raises(DataError) as caught:
+        prepare([tmp_path / "rows.jsonl"], tokenizer, tmp_path / "data", seq_length=32)
+    assert str(caught.value).count("chat template") == 1 and "rows.jsonl:4: expected an object" in str(caught.value)

@@ -23,6 +23,8 @@ from kimi_zoo.training.lora import (
     merge_lora,
     save_adapter,
 )
+from kimi_zoo.training.quantization import quantize_frozen, whole_layers
+from kimi_zoo.training.trainable import select
 
 EVERYTHING = ("self_attn.*_proj", "*_proj_with_mqa", "mlp.*_proj", "shared_experts.*_proj", "w1", "w2", "w3")
 
@@ -131,6 +133,26 @@ def test_adapters_have_what_peft_looks_for_in_transformers_modules(model, forwar
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="`alpha_pattern` gives 'q_proj' a value of its own"):
         load_adapter(model, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_what_trained_beside_deltas_comes_back(model, tmp_path, kind):
+    """Norms, single layers of a stack, experts, the balancing bias; layers that stay plain beside quantised ones."""
+    lora = add_lora(model, rank=2, targets=("q_proj", "w1"), key=jr.key(0))
+    train = ("A_log", "model.norm.weight", "model.layers.1.*q_proj", "w2", "lm_head")
+    lora = quantize_frozen(lora, kind, trains=select(lora, train=train)) if kind else lora
+    beside = select(lora, train=train)
+    beside = whole_layers(lora, beside) if kind else beside
+    bias = lambda m: m.layers.sections[1][0].mlp.router.score_bias
+    beside = eqx.tree_at(bias, beside, True)
+    change = lambda leaf, choice: leaf + 0.1 if np.any(choice) and not np.ndim(choice) else leaf
+    lora = jax.tree.map(change, lora, beside)
+    save_adapter(lora, tmp_path / "adapter", beside=beside)
+    read = load_adapter(quantize_frozen(model, kind) if kind else model, tmp_path / "adapter")
+    tensors, expected = (kz.to_tensors(merge_lora(m)) for m in (read, lora))
+    assert all(np.array_equal(tensors[name], expected[name]) for name in expected)
+    left, first = "model.layers.1.block_sparse_moe.gate.e_score_correction_bias", kz.to_tensors(model)
+    assert not np.array_equal(tensors[left], first[left])
 
 
 def test_adapters_that_do_not_fit(tuned, model, tmp_path):

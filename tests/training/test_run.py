@@ -1,6 +1,7 @@
 """Whole runs: what they write, and that stopping them, in whatever way, changes nothing."""
 
 import json
+import logging
 import os
 import random
 import shutil
@@ -118,6 +119,16 @@ def test_a_run_is_not_mixed_with_another(folder, whole, tmp_path):
         ({"rows": 0}, "`rows` is at least 1"),
         ({"remat": "some"}, "`remat` is one of none, full, dots"),
         ({"validation": 1.0}, "`validation` is a share"),
+        ({"clip": -1.0}, "`clip` is a number, at least 0; got -1"),
+        ({"weight_decay": float("inf")}, "`weight_decay` is a number"),
+        ({"bias_rate": float("nan")}, "`bias_rate` is a number"),
+        ({"lora": -1}, "`lora` is a number, at least 0"),
+        ({"learning_rate": 0.0}, "`learning_rate` is a number above 0"),
+        ({"lora_alpha": float("nan")}, "`lora_alpha` is a number above 0"),
+        ({"warmup": 1.5}, "`warmup` is a share of the steps"),
+        ({"dtype": "int8"}, "`dtype` is one of float32, bfloat16; got 'int8'"),
+        ({"on_nonfinite": "ignore"}, "`on_nonfinite` is one of stop, skip"),
+        ({"optimizer": "adam"}, "`optimizer` is one of adamw"),
     ):
         with pytest.raises(ValueError, match=message):
             options(folder, **wrong)
@@ -137,12 +148,31 @@ def test_a_checkpoint_that_lacks_something_is_refused(whole, tmp_path):
             checkpoints.restore(20, {"trainable": np.ones(3)})
 
 
+def test_a_checkpoint_that_cannot_be_written_is_no_bad_input(tmp_path, monkeypatch):
+    absl = logging.getLogger("absl")
+    before = absl.level
+    absl.setLevel(logging.CRITICAL)
+    with RunCheckpoints(tmp_path / "checkpoints") as checkpoints:
+        assert absl.level == logging.CRITICAL  # never lowered
+        absl.setLevel(before)
+
+        def full(*_arguments, **_options):
+            raise ValueError("RESOURCE_EXHAUSTED: no space")  # as of tensorstore
+
+        monkeypatch.setattr(type(checkpoints._manager), "wait_until_finished", full)
+        with pytest.raises(OSError, match=r"cannot be written: RESOURCE_EXHAUSTED: no space: '.*checkpoints'"):
+            checkpoints.wait()
+        monkeypatch.undo()
+
+
 def test_what_is_not_finite_stops_or_is_skipped(folder, tmp_path):
     with pytest.raises(NonFiniteError, match=r"Step 1 \(rows 0 to 1 of the shuffled data, seed 0\): loss not finite"):
         broken_run(folder, tmp_path, "stop")
     said = []
     summary = broken_run(folder, tmp_path, "skip", Report(said.append))
     assert summary["skipped_steps"] == 2 and sum("The step is skipped" in text for text in said) == 2
+    rates = {line["learning_rate"] for line in numbers(tmp_path / "skip" / "metrics.jsonl")}
+    assert len(rates) == 1  # the schedule goes by the steps that counted
 
 
 def broken_run(folder, tmp_path, on_nonfinite, report=None):
@@ -168,6 +198,42 @@ def test_lora_run_writes_an_adapter(folder, tmp_path):
     assert summary["output"].endswith("adapter")
     config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert config["r"] == 2 and config["base_model_name_or_path"] == str(folder / "model")
+
+
+def test_freezing_is_checked_and_excludes_deltas(folder, tmp_path):
+    for wrong, message in (
+        ({"freeze": ("*",)}, "Nothing trains"),
+        ({"freeze": ("*",), "lora": 2}, "Nothing trains"),
+        ({"freeze": ("nothing_such",), "lora": 2}, "fits no parameter"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            finetune(options(folder, **wrong), tmp_path / "wrong")
+    with pytest.raises(ValueError, match="`keep` is at least 1"):
+        finetune(options(folder), tmp_path / "wrong", keep=0)
+    said = []
+    run = options(folder, lora=2, steps=2, freeze=("q_proj",))
+    output = finetune(run, tmp_path / "run", report=Report(said.append))["output"]
+    with open_checkpoint(f"{output}/adapter_model.safetensors") as checkpoint:
+        zero = {name: not checkpoint.read(name).any() for name in checkpoint if "lora_B" in name}
+    assert {name for name in zero if zero[name]} == {"base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"}
+    (table,) = (text for text in said if text.startswith("trains "))
+    assert "of 6" in table and "mixer.key_proj.delta.a" in table and "query_proj" not in table
+    assert len(table.splitlines()) <= 12
+
+
+def test_what_trains_beside_deltas_is_in_the_adapter(folder, tmp_path):
+    """Evaluating the adapter gives the loss that the run reported, and so does the fused model."""
+    train = ("A_log", "model.norm.weight", "q_proj")
+    run = options(folder, lora=2, steps=3, train=train, validation_data=(str(folder / "rows.jsonl"),))
+    summary = finetune(run, tmp_path / "run")
+    adapter, reported = summary["output"], summary["validation_loss_after"]
+    shared = {"data": [folder / "rows.jsonl"], "seq_length": 32, "rows": 2}
+    evaluated = kz.training.evaluate(folder / "model", adapter=adapter, **shared)["loss"]
+    assert evaluated == pytest.approx(reported, rel=1e-6)
+    config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["model.norm"]  # q_proj has a delta too; A_log is no module
+    kz.training.fuse(folder / "model", adapter, tmp_path / "fused")
+    assert kz.training.evaluate(tmp_path / "fused", **shared)["loss"] == pytest.approx(reported, rel=1e-5)
 
 
 def test_killed_at_any_moment(folder, tmp_path):

@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from kimi_zoo.models.kimi_linear_config import KimiLinearConfig
@@ -90,8 +91,15 @@ def over_mesh(
         return function(eqx.combine(parts, static, is_leaf=is_split), *arrays, axes)
 
     run = jax.shard_map(local, mesh=parallelism.mesh, in_specs=(specs, token_specs), out_specs=out_specs)
-    with jax.sharding.use_abstract_mesh(parallelism.mesh.abstract_mesh):  # whatever mesh the caller has set
+    if jax.sharding.get_abstract_mesh().empty:
         return run(parameters, arrays)
+    # the caller has set a mesh, perhaps with axes of another type
+    mesh = parallelism.mesh
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((parameters, arrays))):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return run(parameters, arrays)
+    with jax.set_mesh(mesh):
+        return jax.jit(run)(parameters, arrays)
 
 
 def _check_biases(model: Any, axes: Axes) -> None:

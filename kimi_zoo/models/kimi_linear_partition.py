@@ -5,8 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from kimi_zoo.models.kimi_linear_config import KimiLinearConfig
 from kimi_zoo.parallel.axes import Axes, Parallelism
@@ -78,6 +77,11 @@ def over_mesh(
     **Raises:** `ValueError`, before anything is compiled, for a model or a batch that the mesh cannot split evenly.
     """
     axes = parallelism.axes
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        raise ValueError(
+            "A mesh with axes of Explicit type is set (`jax.set_mesh`), in which arrays carry how they are split. Call "
+            "the model outside of it, or set a mesh made with `axis_types=(jax.sharding.AxisType.Auto,) * n`."
+        )
     check_mesh(model.config, parallelism)
     _check_biases(model, axes)
     for array in jax.tree.leaves(arrays):
@@ -91,15 +95,7 @@ def over_mesh(
         return function(eqx.combine(parts, static, is_leaf=is_split), *arrays, axes)
 
     run = jax.shard_map(local, mesh=parallelism.mesh, in_specs=(specs, token_specs), out_specs=out_specs)
-    if jax.sharding.get_abstract_mesh().empty:
-        return run(parameters, arrays)
-    # the caller has set a mesh, perhaps with axes of another type
-    mesh = parallelism.mesh
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((parameters, arrays))):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return run(parameters, arrays)
-    with jax.set_mesh(mesh):
-        return jax.jit(run)(parameters, arrays)
+    return run(parameters, arrays)
 
 
 def _check_biases(model: Any, axes: Axes) -> None:

@@ -86,13 +86,13 @@ def test_padding_takes_no_room_from_tokens(model):
 
 
 def test_a_mesh_that_the_caller_has_set(model, expected):
-    """`jax.set_mesh`, with axes of Explicit type, as `jax.make_mesh` gives them."""
-    mesh = jax.make_mesh((8,), ("fsdp",))
-    assert mesh.axis_types == (AxisType.Explicit,)
-    run = lambda model, batch: batch_sums(model, batch, mesh=mesh).loss
+    run = eqx.filter_jit(lambda model, batch, mesh: batch_sums(model, batch, mesh=mesh).loss)
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
-        for loss in (run(model, packed_batch()), eqx.filter_jit(run)(model, packed_batch())):
-            assert_close(loss, expected[1].loss, rtol=TOLERANCE)
+        assert_close(run(model, packed_batch(), mesh), expected[1].loss, rtol=TOLERANCE)
+    mesh = jax.make_mesh((8,), ("fsdp",))  # of Explicit type
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"mesh with axes of Explicit type is set"):
+        run(model, packed_batch(), mesh)
 
 
 def test_tokens_beyond_the_capacity_are_dropped_and_counted(model):

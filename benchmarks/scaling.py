@@ -96,8 +96,14 @@ def traffic(text: str) -> dict[str, int]:
     return totals
 
 
-def measure(case: str, layers: int | None) -> None:
-    """Compiles a case and prints its line."""
+def held(state) -> float:
+    """Gigabytes of a state on one device."""
+    parts = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(state))
+    return sum(math.prod(shape) * size for shape, size in parts) / 1e9
+
+
+def measure(case: str, layers: int | None, compiling: bool) -> None:
+    """Compiles a case, if wanted, and prints its line."""
     kind, topology, sizes, seq, rows = case.split(":")
     description = topologies.get_topology_desc(f"{kind}:{topology}", platform="tpu")
     parallelism = Parallelism(make_mesh(sizes, description.devices), expert_capacity=1.25)
@@ -108,6 +114,9 @@ def measure(case: str, layers: int | None) -> None:
         )
     optimizer = optax.adamw(1e-4, mask=decays)
     state, frozen = abstract_state(config, parallelism, optimizer)
+    if not compiling:
+        print(f"{case}: held {held(state):.2f} GB", flush=True)
+        return
     groups = math.prod(parallelism.size(role) for role in ("data", "fsdp", "expert"))
     shape = (1, groups * int(rows), int(seq))
     spec = parallelism.axes.token_spec()
@@ -124,10 +133,9 @@ def measure(case: str, layers: int | None) -> None:
     compiled = jax.jit(step, donate_argnums=1).lower(batch, state).compile()
     seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
-    held = memory.argument_size_in_bytes / 1e9
     peak = memory.peak_memory_in_bytes / 1e9
     moved = traffic(compiled.as_text())
-    print(f"{case}: held {held:.2f} GB, peak {peak:.2f} GB, compiled in {seconds:.0f} s; moved GB: ", end="")
+    print(f"{case}: held {held(state):.2f} GB, peak {peak:.2f} GB, compiled in {seconds:.0f} s; moved GB: ", end="")
     print(", ".join(f"{kind} {count / 1e9:.2f}" for kind, count in moved.items() if count), flush=True)
 
 
@@ -135,9 +143,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", help="topology:mesh:tokens:rows; several may be given")
     parser.add_argument("--layers", type=int, help="of the first N layers only")
+    parser.add_argument("--held", action="store_true", help="only what parameters and optimizer hold: compiles nothing")
     args = parser.parse_args()
     for case in args.case or CASES:
-        measure(case, args.layers)
+        measure(case, args.layers, not args.held)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from kimi_zoo.parallel.processes import (
     LostProcessError,
     any_process,
     is_first,
+    is_lost_process,
     spread_tokens,
     wait_for_all,
     whole_value,

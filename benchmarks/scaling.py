@@ -1,17 +1,15 @@
-"""Memory and communication of a Kimi Linear 48B training step on TPU meshes, compiled ahead of time without a TPU.
+"""Memory of a Kimi Linear 48B training step on TPU meshes, compiled ahead of time without a TPU.
 
 Run as `python benchmarks/scaling.py [--case v6e:16x16:fsdp=32,context=8:131072:1 ...]` with `libtpu` installed:
 topology, mesh, tokens in a row, rows per device group (data, fsdp and expert together). Prints, for one device: what
-parameters and optimizer hold, XLA's peak, and the bytes that each kind of collective moves in a step (bfloat16, full
-rematerialisation, AdamW in float32, room for 1.25 times an even share of the experts' tokens). A compiler's figures,
-not measurements.
+parameters and optimizer hold, and XLA's peak (bfloat16, full rematerialisation, AdamW in float32, room for 1.25 times
+an even share of the experts' tokens). A compiler's figures, not measurements.
 """
 
 import argparse
 import dataclasses
 import math
 import os
-import re
 import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -40,8 +38,6 @@ CASES = (
     "tpu7x:4x4x4:fsdp=16,expert=8:8192:1",
     "tpu7x:4x4x4:fsdp=2,expert=8,context=8:131072:1",
 )
-ITEM = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "ragged-all-to-all", "all-to-all", "collective-permute")
 
 
 def abstract_state(config, parallelism, optimizer):
@@ -55,45 +51,6 @@ def abstract_state(config, parallelism, optimizer):
     spread = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     frozen = jax.tree.map(lambda _: None, model)
     return jax.tree.map(spread, state, state_shardings(state, parallelism)), frozen
-
-
-def bytes_of(shapes: str) -> int:
-    """Bytes of an HLO type such as `f32[8,128]{1,0}` or a tuple of them."""
-    return sum(
-        ITEM.get(kind, 0) * math.prod(int(size) for size in dims.split(",") if size)
-        for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes)
-    )
-
-
-def traffic(text: str) -> dict[str, int]:
-    """Bytes of the results of each kind of collective in a run of the program: bodies of loops count as often as they
-    run."""
-    bodies: dict[str, list[str]] = {}
-    entry, name = "", ""
-    for line in text.splitlines():
-        if header := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
-            name = header[2]
-            bodies[name] = []
-            entry = name if header[1] else entry
-        elif name:
-            bodies[name].append(line)
-    totals = dict.fromkeys(KINDS, 0)
-
-    def visit(name: str, times: int) -> None:
-        for line in bodies.get(name, ()):
-            for kind in KINDS:
-                if found := re.search(rf"= (.*?) {kind}(-start)?\(", line):
-                    shapes = found[1]
-                    if found[2]:  # (operand, result) of an asynchronous one
-                        parts = re.findall(r"\w+\[[\d,]*\]", shapes)
-                        shapes = parts[len(parts) // 2] if len(parts) > 1 else shapes
-                    totals[kind] += times * bytes_of(shapes)
-            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-            for key, callee in re.findall(r"(body|condition|calls|to_apply|branch_computations)=\{?%?([\w.\-]+)", line):
-                visit(callee, times * int(trips[1]) if trips and key == "body" else times)
-
-    visit(entry, 1)
-    return totals
 
 
 def held(state) -> float:
@@ -134,9 +91,7 @@ def measure(case: str, layers: int | None, compiling: bool) -> None:
     seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
     peak = memory.peak_memory_in_bytes / 1e9
-    moved = traffic(compiled.as_text())
-    print(f"{case}: held {held(state):.2f} GB, peak {peak:.2f} GB, compiled in {seconds:.0f} s; moved GB: ", end="")
-    print(", ".join(f"{kind} {count / 1e9:.2f}" for kind, count in moved.items() if count), flush=True)
+    print(f"{case}: held {held(state):.2f} GB, peak {peak:.2f} GB, compiled in {seconds:.0f} s", flush=True)
 
 
 def main() -> None:

@@ -14,8 +14,6 @@ from mesh_cases import (
     TOLERANCE,
     assert_same_on_mesh,
     batch_of_segments,
-    loss_and_gradients,
-    model_of,
     packed_batch,
     parallelism_of,
     runs,
@@ -25,16 +23,6 @@ from kimi_zoo.models.kimi_linear_partition import RULES
 from kimi_zoo.parallel.axes import ROLES, Parallelism
 from kimi_zoo.parallel.partition import place
 from kimi_zoo.training.loss import batch_sums
-
-
-@pytest.fixture(scope="module")
-def model():
-    return model_of()
-
-
-@pytest.fixture(scope="module")
-def expected(model):
-    return loss_and_gradients(model, packed_batch())
 
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(ROLES, 2)), ids="-".join)

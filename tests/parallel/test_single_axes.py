@@ -7,8 +7,6 @@ from mesh_cases import (
     CONFIG,
     assert_same_on_mesh,
     collectives,
-    loss_and_gradients,
-    model_of,
     packed_batch,
     parallelism_of,
 )
@@ -16,17 +14,6 @@ from mesh_cases import (
 from kimi_zoo.models.kimi_linear_partition import RULES
 from kimi_zoo.parallel.axes import ROLES
 from kimi_zoo.parallel.partition import partition_specs
-
-
-@pytest.fixture(scope="module")
-def model():
-    return model_of()
-
-
-@pytest.fixture(scope="module")
-def expected(model):
-    return loss_and_gradients(model, packed_batch())
-
 
 # What each axis may send. Every mesh sums gradients and counts; MLA gathers latents,
 # whose gradient is scattered, and trades halves of queries.

@@ -90,10 +90,10 @@ def test_failures_exit_with_1_and_debugging_raises(monkeypatch, capsys):
 def test_interrupt_exits_with_130(environment, tmp_path):
     fifo = tmp_path / "prompt"
     os.mkfifo(fifo)
-    command = [sys.executable, "-m", "kimi_zoo", "generate", str(TINY), "--prompt-file", str(fifo)]
-    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores it
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, env=environment, text=True, preexec_fn=heed, **pipes)
+    heed = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # a test run in the background ignores it
+    code = f"import runpy, signal; {heed}; runpy.run_module('kimi_zoo', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", code, "generate", str(TINY), "--prompt-file", str(fifo)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with open(fifo, "w"):  # opens once the command has begun to read
         time.sleep(0.5)  # a signal between opening and waiting for bytes would be looked at after the bytes
         process.send_signal(signal.SIGINT)
